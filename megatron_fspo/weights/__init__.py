@@ -33,7 +33,7 @@ from megatron_fspo.weights.manifest import (
 )
 from megatron_fspo.weights.megatron_reader import MegatronReader
 from megatron_fspo.weights.megatron_writer import write_megatron_checkpoint
-from megatron_fspo.weights.peft import write_adapters
+from megatron_fspo.weights.peft import read_adapters, write_adapters
 from megatron_fspo.weights.reader import Reader, row_blocks, size_in_bytes, stream
 from megatron_fspo.weights.table import (
     Row,
@@ -51,7 +51,7 @@ __all__ = [
     "Adapters", "Architecture", "Difference", "Experts", "HFReader", "Manifest", "MegatronReader", "Reader",
     "Row", "TensorRecord", "adapter_shapes", "check_checkpoint", "check_coverage", "check_tensor_parallel",
     "compare", "compare_with_manifest", "expected_hf_shapes", "from_megatron_shards", "has_parameter",
-    "is_megatron", "iterate_hf_tensors", "load_into", "open_checkpoint", "read_architecture",
+    "is_megatron", "iterate_hf_tensors", "load_into", "open_checkpoint", "read_adapters", "read_architecture",
     "read_manifest", "resolve", "row_blocks", "shard_shape", "shard_slices", "size_in_bytes", "stream",
     "to_megatron_shard", "write_adapters", "write_hf_checkpoint", "write_megatron_checkpoint",
 ]  # fmt: skip

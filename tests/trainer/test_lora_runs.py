@@ -76,3 +76,15 @@ def test_a_resumed_run_ends_as_the_one_in_one_go(made: Path, nproc: int) -> None
     for key, value in want.items():
         torch.testing.assert_close(got[key], value, rtol=0, atol=0 if nproc == 1 else 2e-5, msg=key)
     assert [row["step"] for row in rows(made, name)] == [1, 2, 3, 4]
+
+
+def test_a_run_begins_with_the_adapters_of_a_folder(made: Path) -> None:
+    """Its first weights are those with which the other run ended."""
+    words = [*WORDS, *ONE, "--lora.start", str(made / "whole/adapter")]
+    done = run(made, "begun", *words, "--run.steps", "1", "--optimizer.lr", "1e-30", nproc=1)
+    assert done.returncode == 0, why(done.stderr)
+    want, got = (load_file(made / name / "adapter/adapter_model.safetensors") for name in ("whole", "begun"))
+    assert want.keys() == got.keys() and all(torch.equal(got[key], value) for key, value in want.items())
+    refused = run(made, "refused", *words, "--lora.rank", "8", nproc=1)
+    (line,) = refused.stderr.splitlines()
+    assert "rank 4 and scale 2" in line and not (made / "refused").exists()
