@@ -83,9 +83,9 @@ class Inputs:
         return DTYPES[self.config.model.dtype]
 
 
-def _adapted(config: Config, arch: Architecture) -> Architecture:
+def _adapted(config: Config, arch: Architecture, trains: bool) -> Architecture:
     """The model with the adapters that the run trains; ``InputError`` where they cannot be."""
-    arch = replace(arch, adapters=adapters_of(config.lora, arch))
+    arch = replace(arch, adapters=adapters_of(config.lora, arch) if trains else None)
     if arch.adapters and config.lora.start:
         read_adapters(config.lora.start, arch)
     return arch
@@ -133,8 +133,7 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
     validation: tuple[LoadedSet, ...] | None = ()
     if arch is not None:
         attempt(partial(check_parallel, arch, config.parallel))
-        if trains:
-            arch = attempt(partial(_adapted, config, arch)) or arch
+        arch = attempt(partial(_adapted, config, arch, trains)) or arch
         if backend is not None:
             attempt(lambda: check_fp8(config.fp8, backend, arch, config.parallel, machine=not elsewhere))
         attempt(lambda: check_checkpoint(open_checkpoint(config.model.checkpoint, arch), arch))
