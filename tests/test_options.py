@@ -102,7 +102,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
         "parallel.virtual_pipeline parallel.collective_seconds loss.c_dual loss.exponent optimizer.lr "
         "optimizer.lr_min optimizer.lr_decay_steps reward.also reward.url reward.overlong_tokens log.profile "
         "correction.name rollout.top_p rollout.old_log_probs rollout.max_staleness vllm.transfer "
-        "moe.replay environment.name environment.url environment.command".split()
+        "lora.rank lora.alpha lora.rslora lora.targets lora.start moe.replay environment.name environment.url environment.command".split()
     )
     tree: dict[str, Any] = {section: dict(keys) for section, keys in REQUIRED.items()}
     tree["loss"], tree["correction"] = {"name": loss}, {"name": correction}

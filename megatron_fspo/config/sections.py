@@ -62,6 +62,12 @@ class LoRA(Section):
     )
     start: Path | None = Field(None, description="folder of adapters, as PEFT writes it, to begin with")
 
+    @model_validator(mode="after")
+    def _rank_is_given(self) -> LoRA:
+        if not self.rank and (given := sorted(self.model_fields_set - {"rank"})):
+            raise ValueError(f"lora.{given[0]} does nothing without lora.rank")
+        return self
+
 
 class Parallel(Section):
     """How one model is spread. Data parallel is what remains of the world size."""

@@ -55,6 +55,7 @@ def plan(
     else:
         recompute = config.model.recompute == "full"
         flags = {"recompute": recompute, "moe": arch is not None and arch.experts is not None}
+        flags["lora"] = config.lora.rank > 0
         layouts = [on_ranks("the run's layout", config.parallel, None, world_size=world_size, **flags)]
     for layout in layouts:
         model_of(layout, arch)

@@ -51,10 +51,9 @@ def read_adapters(folder: Path, arch: Architecture) -> dict[str, Tensor]:
     assert adapters is not None
     try:
         config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-        tensors = load_file(folder / _WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
+        tensors, scale = load_file(folder / _WEIGHTS), _scale(config)
+    except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:
         raise InputError(f"{folder} is no folder of adapters as PEFT writes it: {error}") from None
-    scale = _scale(config)
     if config.get("r") != adapters.rank or not math.isclose(scale, adapters.scale):
         raise InputError(
             f"{folder}: rank {config.get('r')} and scale {scale:g}; the run asks for {adapters.rank} and "
