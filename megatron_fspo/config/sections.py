@@ -64,7 +64,8 @@ class LoRA(Section):
 
     @model_validator(mode="after")
     def _rank_is_given(self) -> LoRA:
-        if not self.rank and (given := sorted(self.model_fields_set - {"rank"})):
+        given = [name for name, field in LoRA.model_fields.items() if getattr(self, name) != field.default]
+        if given and not self.rank:
             raise ValueError(f"lora.{given[0]} does nothing without lora.rank")
         return self
 

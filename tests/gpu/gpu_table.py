@@ -37,7 +37,7 @@ def as_markdown(rows: Sequence[Row], machine: Mapping[str, Any], passed: int, ot
         "| item | what | found | beside | unit |",
         "|---|---|---|---|---|",
         *(
-            f"| {row.item} | {row.what.replace('|', '&#124;')} | {number(row.value)} | {number(row.beside)} | {row.unit} |"
+            f"| {row.item} | {row.what} | {number(row.value)} | {number(row.beside)} | {row.unit} |"
             for row in rows
         ),
     ]

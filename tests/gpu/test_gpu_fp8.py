@@ -31,7 +31,7 @@ def test_a_policy_in_fp8(needs: Callable[..., None], measured: Any, table: Any, 
     found = measured(f"fp8:{recipe}")
     item = f"FP8 {recipe}"
     table(item, "matrices in FP8", found["modules"], found["expected_modules"])
-    table(item, "largest |S| before the first update", found["s"], 0.0, "nats")
+    table(item, "largest S in size before the first update", found["s"], 0.0, "nats")
     table(item, "log-probs against bf16: σ (beside: emulated)", found["noise"], found["emulated"], "nats")
     table(item, "drift of these (beside: -σ²/2)", found["mean"], -(found["noise"] ** 2) / 2, "nats")
     table(item, "their correlation with the emulated ones", found["alike"])

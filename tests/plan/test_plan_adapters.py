@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from megatron_fspo.config import Parallel
 from megatron_fspo.config.sections import LoRA
@@ -44,3 +45,9 @@ def test_experts_have_none() -> None:
     with pytest.raises(InputError, match=r"lora\.targets: gate"):
         adapters_of(LoRA(rank=4, targets=("q", "gate")), arch)
     assert adapters_of(LoRA(), arch) is None
+
+
+def test_keys_do_nothing_without_a_rank() -> None:
+    with pytest.raises(ValidationError, match=r"lora\.targets does nothing without lora\.rank"):
+        LoRA(targets=("q",))
+    LoRA.model_validate(LoRA().model_dump())  # as the config.toml of a run has it
