@@ -1,14 +1,14 @@
 """What docs/evidence.md says, measured again: sweeps of the real trainer (`make evidence`).
 
     python benchmarks/evidence.py                    # all parts; some hours on two cores
-    python benchmarks/evidence.py bands              # one of them
-    python benchmarks/evidence.py bands --seeds 1 2 3 4    # half of its runs, about an hour; then the others
+    python benchmarks/evidence.py bands              # one of them, an hour at most
+    python benchmarks/evidence.py bands --seeds 1 2 3 4    # half of its runs; then the others
     python benchmarks/evidence.py --short            # two runs of five small steps: the machinery only
 
 A part is a sweep of ``benchmarks/evidence/``; its first run says how long the others will take, and a run
 that is there is not made again. Figures go to ``benchmarks/results/evidence_<part>.json``, the picture of the
-first part to docs/fairness.svg, and of the others the records to a ``.npz`` (the first one's are too large to
-keep); `make docs` writes the page from these files.
+first part to docs/fairness.svg, and the records of ``KEPT`` to a ``.npz`` (those of the others are too large);
+`make docs` writes the page from these files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from megatron_fspo.lab.sweep.processes import make
 from megatron_fspo.lab.sweep.summary import as_json, compared, mean_over_seeds, summarize
 from megatron_fspo.objective.fairness import length_bins
 
-PARTS = ("bands", "ledger", "ledger_growth")
+PARTS = ("bands", "widths", "losses", "ledger", "ledger_growth", "words", "words_fresh", "words_bf16")
+KEPT = ("ledger", "ledger_growth")
 PROGRAMS = {"random": ("benchmarks/ledger/random_clip.py", "sqrt")}
 """Arm → words after ``python``, of one that is no run of ``megatron-fspo train``."""
 LOOKS = {
@@ -166,7 +167,7 @@ def main() -> None:
         path.write_text(as_json(content), encoding="utf-8")
         if part == PARTS[0]:
             draw(found, results / "fairness.svg" if args.short else ROOT / "docs/fairness.svg")
-        else:
+        if part in KEPT:
             keep(sweep, path.with_suffix(".npz"))
         print(path)
     if args.short:

@@ -126,7 +126,9 @@ def main() -> None:
     )
     model = Qwen3ForCausalLM(config)
     learn(model, counts, ids, args.until, rng)
-    save(model, words, args.out / "checkpoint")
+    tokenizer = Tokenizer(models.WordLevel(vocab=ids, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    save(model, tokenizer, args.out / "checkpoint")
     write_prompts(args.out, counts)
 
 
@@ -163,11 +165,9 @@ def learn(
     raise SystemExit(f"after {MOST_STEPS} steps only {right}")
 
 
-def save(model: Qwen3ForCausalLM, words: Sequence[str], folder: Path) -> None:
+def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     """Write a checkpoint with its tokenizer, as transformers has them."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = Tokenizer(models.WordLevel(vocab={word: i for i, word in enumerate(words)}, unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([BEGIN, STOP, PAD])
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {"bos_token": BEGIN, "eos_token": STOP, "pad_token": PAD, "unk_token": PAD}
