@@ -27,7 +27,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from megatron_fspo.rewards.gym import gym_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ledger"))
-from ledger import BEGIN, LEARNING_RATE, PAD, STOP, WARM_UP, log_likelihood, save  # noqa: E402
+from ledger import BEGIN, LEARNING_RATE, PAD, STOP, WARM_UP, log_likelihood, save
 
 TASK, ASKS = "word_sequence_reversal", "="
 WORDS = (2, 12)

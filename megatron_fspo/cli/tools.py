@@ -169,6 +169,9 @@ def add_serve(commands: command.Commands) -> None:
         help="share the GPUs with a trainer that has vllm.colocated = true",
     )
     flag("--routes", action="store_true", help="return the experts of every token (moe.replay = rollout)")
+    flag(
+        "--lora-rank", type=int, default=0, metavar="N", help="serve adapters of up to this rank (lora.rank)"
+    )
     flag("--announce", type=Path, metavar="DIR", help="shared folder where vllm.discovery finds the server")
     flag("--dtype", default="auto", help="of weights and activations (default: the model's)")
     flag("--log", type=Path, metavar="FILE", help="(default: runs/vllm-PORT.log)")
@@ -187,7 +190,9 @@ def run_serve(args: argparse.Namespace, _: list[str]) -> int:
     from megatron_fspo.rollout.server.flags import ServerOptions
     from megatron_fspo.rollout.server.supervise import assign_gpus, gpu_numbers, supervise_all
 
-    names = "model host port backend dtype log colocated routes announce anyone_may_run_code".split()
+    names = (
+        "model host port backend dtype log colocated routes lora_rank announce anyone_may_run_code".split()
+    )
     given = {name: getattr(args, name) for name in names}
     options = ServerOptions(program=args.vllm, extra=tuple(args.extra), **given)
     servers = assign_gpus(options, gpu_numbers(args.gpus), args.gpus_per_server) if args.gpus else [options]

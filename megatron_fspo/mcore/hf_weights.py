@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import filterfalse
 from pathlib import Path
 
 import torch
@@ -97,14 +98,32 @@ def export_adapters(model: Model, out: Path, *, base: Path) -> None:
     :func:`export_hf`."""
     adapters = model.arch.adapters
     assert adapters is not None
-    named = [
-        [(name, parameter) for name, parameter in chunk.named_parameters() if is_adapter(name)]
-        for chunk in model.chunks
-    ]
-    tensors = [(name, tensor.cpu()) for name, tensor in hf_tensors(model, named)]
+    tensors = [(name, tensor.cpu()) for name, tensor in adapter_tensors(model)]
     if dist.get_rank() == 0:
         write_adapters(out, tensors, adapters, base)
     model.groups.control.meet(f"{out} to be written")
+
+
+def adapter_tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
+    """The factors of its adapters, as :func:`hf_tensors`."""
+    return hf_tensors(
+        model, [filter(lambda one: is_adapter(one[0]), chunk.named_parameters()) for chunk in model.chunks]
+    )
+
+
+def scaled_adapter_tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
+    """:func:`adapter_tensors` with the scale in B, for a server that multiplies by none."""
+    assert model.arch.adapters is not None
+    for name, tensor in adapter_tensors(model):
+        yield name, tensor * model.arch.adapters.scale if ".lora_B." in name else tensor
+
+
+def base_tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
+    """The model's weights without its adapters, as :func:`hf_tensors`."""
+    return hf_tensors(
+        model,
+        [filterfalse(lambda one: is_adapter(one[0]), chunk.named_parameters()) for chunk in model.chunks],
+    )
 
 
 def hf_tensors(

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -85,6 +86,7 @@ def _install(module: Module, targets: tuple[str, ...], arch: Architecture, group
             vars(cut).update(allreduce=True, **marks)
             factors[target] = ParameterDict({"a": a, "b": b})
     module.adapters = factors
+    vars(module)["adapters_on"] = True
     if hasattr(module, "return_layernorm_output"):  # Transformer Engine's norm and product in one
         vars(module)["return_layernorm_output"] = True
     add = _add_column if column else _add_row
@@ -104,6 +106,8 @@ def _add_column(
     (product, bias), (x, *_) = output, args
     if isinstance(product, tuple):
         product, x = product
+    if not module.adapters_on:
+        return product, bias
     factors, adapters = _factors(module), _adapters(arch)
     low = _product(x, torch.cat([one["a"] for one in factors.values()]))
     if module.sequence_parallel:  # not while the model samples
@@ -117,6 +121,8 @@ def _add_column(
 
 def _add_row(module: Module, args: Any, output: Any, *, arch: Architecture, group: dist.ProcessGroup) -> Any:
     (product, bias), (x, *_) = output, args
+    if not module.adapters_on:
+        return output
     (factors,) = _factors(module).values()
     low = _product(x, factors["a"])
     if module.sequence_parallel:
@@ -124,6 +130,19 @@ def _add_row(module: Module, args: Any, output: Any, *, arch: Architecture, grou
     else:
         low = mappings.reduce_from_tensor_model_parallel_region(low, group=group)
     return product + _adapters(arch).scale * _product(low, factors["b"]), bias
+
+
+@contextmanager
+def without_adapters(chunks: Iterable[Module]) -> Iterator[None]:
+    """Within it the model computes as it would without its adapters."""
+    modules = [one for chunk in chunks for one in chunk.modules() if hasattr(one, "adapters_on")]
+    for module in modules:
+        vars(module)["adapters_on"] = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            vars(module)["adapters_on"] = True
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

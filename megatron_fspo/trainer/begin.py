@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_fspo.config import Config
 from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.job.folder import newest_checkpoint
+from megatron_fspo.mcore.lora import without_adapters
 from megatron_fspo.mcore.nonfinite import suspects_of
 from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.router import RouterPasses
@@ -243,9 +244,13 @@ def with_packs(run: Training, responses: Rollout, metrics: dict[str, float]) -> 
         step.on_policy = False
     elif needs_old_pass(config):
         score_old(run, step)
-    if run.reference is not None:
-        with run.log.phase("ref", len(packs), "pack", run.timings) as progress:
-            scores = run.reference.score(step.packs, run.scoring)
+    if config.loss.kl_coef:
+        # Without its adapters the policy is the base; else the reference is a second model.
+        with (
+            run.log.phase("ref", len(packs), "pack", run.timings) as progress,
+            without_adapters(run.policy.chunks),
+        ):
+            scores = (run.reference or run.policy).score(step.packs, run.scoring)
             progress(len(packs))
         step.packs = step.packs.with_columns(reference_log_probs=scores)
     return step

@@ -22,7 +22,13 @@ from megatron_fspo.losses import LossState
 from megatron_fspo.mcore.checkpoint import Saving, begin_save, load_checkpoint
 from megatron_fspo.mcore.decode import Decoder
 from megatron_fspo.mcore.fp8 import probe_fp8, without_fp8
-from megatron_fspo.mcore.hf_weights import fill_adapters, hf_tensors, load_hf
+from megatron_fspo.mcore.hf_weights import (
+    base_tensors,
+    fill_adapters,
+    hf_tensors,
+    load_hf,
+    scaled_adapter_tensors,
+)
 from megatron_fspo.mcore.offload import Offload
 from megatron_fspo.mcore.policy import Model, Policy
 from megatron_fspo.mcore.policy_loss import Scoring
@@ -33,11 +39,11 @@ from megatron_fspo.parallel.groups import ParallelGroups, any_rank, share
 from megatron_fspo.record.log import RunLog
 from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.client import proof
-from megatron_fspo.rollout.client.connect import connect, settle
+from megatron_fspo.rollout.client.connect import Needs, connect, settle
 from megatron_fspo.rollout.client.engine import Leader, Trainer, VLLMEngine
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.rollout.engine import RolloutEngine
-from megatron_fspo.trainer.prepare import Inputs
+from megatron_fspo.trainer.prepare import Inputs, needs_of
 from megatron_fspo.trainer.rollout import layout_of
 from megatron_fspo.trainer.sampling import RolloutQueue, make_grader
 from megatron_fspo.weights import read_adapters
@@ -55,7 +61,8 @@ class Training:
     groups: ParallelGroups
     policy: Policy
     reference: Model | None
-    """The policy that a KL penalty pulls towards: ``model.checkpoint``, for good."""
+    """The policy that a KL penalty pulls towards: ``model.checkpoint``, for good. None: the policy without its
+    adapters, or there is no penalty."""
     engine: RolloutEngine
     grader: Grader | None
     """None on ranks that do not grade."""
@@ -137,7 +144,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
     """
     config = inputs.config
     groups = start(inputs.backend, parallel=config.parallel, seed=config.run.seed)
-    servers = open_servers(inputs, groups, routes=config.moe.replay == "rollout")
+    servers = open_servers(inputs, groups, trains=True)
     policy = Policy(
         inputs.arch,
         inputs.backend,
@@ -160,7 +167,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
     step, spikes = state["step"], state["spikes"]
     groups.control.meet("the weights to be loaded")
     fp8_modules = probe_fp8(policy)
-    reference = load_model(inputs, groups) if config.loss.kl_coef else None
+    reference = load_model(inputs, groups) if config.loss.kl_coef and not inputs.arch.adapters else None
     engine = build_engine(inputs, policy, servers, *([reference] if reference else []))
     engine.update_weights(step)
     grader = make_grader(config, groups)
@@ -311,12 +318,13 @@ def load_model(inputs: Inputs, groups: ParallelGroups) -> Model:
     return model
 
 
-def open_servers(inputs: Inputs, groups: ParallelGroups, *, routes: bool = False) -> Leader | None:
+def open_servers(inputs: Inputs, groups: ParallelGroups, *, trains: bool = False) -> Leader | None:
     """On the first rank, what talks to the servers. To be called before a model is built: servers on the
-    trainer's GPUs give up their memory. With ``routes`` all have to return them. Collective.
+    trainer's GPUs give up their memory. With ``trains`` all must be able to do what training needs.
+    Collective.
 
     Raises:
-        TrainingError: one did not.
+        TrainingError: one did not give it up.
         InputError: one cannot.
     """
     config, leader = inputs.config, None
@@ -324,7 +332,8 @@ def open_servers(inputs: Inputs, groups: ParallelGroups, *, routes: bool = False
         return None
     if dist.get_rank() == 0:
         leader = connect(config.vllm, inputs.arch.vocab_size)
-        leader.loop.run(settle(leader, colocated=config.vllm.colocated, routes=routes))
+        needs = needs_of(config) if trains else Needs()
+        leader.loop.run(settle(leader, needs, colocated=config.vllm.colocated))
     groups.control.meet("the servers to give up their memory")
     return leader
 
@@ -338,7 +347,11 @@ def build_engine(inputs: Inputs, model: Model, servers: Leader | None, *others: 
         return EmbeddedEngine(decoder, max_batch=inputs.config.rollout.max_batch)
 
     return VLLMEngine(
-        Trainer(tensors=partial(hf_tensors, model), score=partial(canary_scores, model)),
+        Trainer(
+            tensors=partial(scaled_adapter_tensors if model.arch.adapters else hf_tensors, model),
+            base=partial(base_tensors, model) if model.arch.adapters else None,
+            score=partial(canary_scores, model),
+        ),
         model.groups,
         servers,
         canary_sequences=proof.canary_sequences(vocab_size, inputs.arch.max_position_embeddings),

@@ -33,7 +33,7 @@ from megatron_fspo.objective.noise import Noise
 from megatron_fspo.packing.batch import NO_ROUTE
 from megatron_fspo.record.trackers import check_trackers
 from megatron_fspo.rewards import check_reward
-from megatron_fspo.rollout.client.connect import absent_servers, check_options
+from megatron_fspo.rollout.client.connect import Needs, absent_servers, check_options
 from megatron_fspo.trainer.noise import noise_of_run
 from megatron_fspo.types import Environment, Prompt
 from megatron_fspo.weights import (
@@ -245,12 +245,18 @@ def check_run(config: Config, *, world_size: int, resume: Resume, here: bool) ->
     attempt(lambda: checkpoints_to_resume(config, resume))
     attempt(lambda: check_writable(config.run_folder, probe=True))
     asked = config.rollout.engine == "vllm"
-    routes = config.moe.replay == "rollout"
-    absent = attempt(lambda: asyncio.run(absent_servers(config.vllm, routes=routes)) if asked else []) or []
+    absent = (
+        attempt(lambda: asyncio.run(absent_servers(config.vllm, needs_of(config))) if asked else []) or []
+    )
     attempt.wrong(*(absent if here else ()))
     attempt.end()
     notes = ["no GPU here: model.layers, model.head and fp8 were not tried"] if elsewhere else []
     return notes + absent
+
+
+def needs_of(config: Config) -> Needs:
+    """What a run needs of its servers."""
+    return Needs(routes=config.moe.replay == "rollout", lora_rank=config.lora.rank)
 
 
 def machine(backend: Backend) -> dict[str, Any]:

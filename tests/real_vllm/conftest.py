@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from launch import REPO, environment
 from real_server import random_like
@@ -55,3 +56,10 @@ def pair(both: list[Served]) -> list[Served]:
     for server in both:
         server.until_healthy()
     return both
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

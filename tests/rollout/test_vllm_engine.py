@@ -260,13 +260,13 @@ def test_what_the_other_ranks_hear(tmp_path: Path) -> None:
         fakes[0].score = -3.0
         with pytest.raises(WrongWeights, match=rf"{fakes[0].url} does not have .* version 1: .* 2 nats"):
             engine.update_weights(1)
-        assert control.said == ["score", "gather", "WrongWeights"]
+        assert control.said == ["score", "tensors", "WrongWeights"]
         fakes[0].score = -1.0
         fakes[0].updates.clear()
         asked: list[int] = []
         control.heard = lambda: asked.append(len(fakes[0].updates))
         engine.update_weights(2)
-        assert control.said[3:] == ["score", "gather", "done"]
+        assert control.said[3:] == ["score", "tensors", "done"]
         assert asked == [0, UPDATE.index("/update_weights"), len(UPDATE)]
         engine.submit(PROMPTS, PARAMS)()
         fakes[0].always = fakes[1].always = "garbage"

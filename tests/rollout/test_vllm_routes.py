@@ -23,7 +23,7 @@ from megatron_fspo.config.loading import load_config
 from megatron_fspo.config.sections import MoE
 from megatron_fspo.errors import InputError, InputErrors
 from megatron_fspo.rollout.client.answers import read_completion
-from megatron_fspo.rollout.client.connect import absent_servers, connect, settle
+from megatron_fspo.rollout.client.connect import Needs, absent_servers, connect, settle
 from megatron_fspo.rollout.client.routes import read_routes
 from megatron_fspo.rollout.server import flags
 from megatron_fspo.trainer.prepare import _disagreements
@@ -166,7 +166,7 @@ def test_a_server_without_routes_is_refused_at_the_start(told: object, refused: 
             fake.answers[INFO] = told
             options = VLLM(urls=(fake.url,))
             leader = connect(options, 50)
-            settled = asyncio.to_thread(leader.loop.run, settle(leader, colocated=False, routes=True))
+            settled = asyncio.to_thread(leader.loop.run, settle(leader, Needs(routes=True), colocated=False))
             try:
                 if refused:
                     with pytest.raises(InputErrors, match="returns no routes") as error:
@@ -174,9 +174,9 @@ def test_a_server_without_routes_is_refused_at_the_start(told: object, refused: 
                     assert fake.url in str(error.value) and "\n" not in str(error.value)
                 else:
                     await settled
-                assert len(await absent_servers(options, routes=True)) == refused
-                assert await absent_servers(options, routes=False) == []
-                await asyncio.to_thread(leader.loop.run, settle(leader, colocated=False))
+                assert len(await absent_servers(options, Needs(routes=True))) == refused
+                assert await absent_servers(options, Needs()) == []
+                await asyncio.to_thread(leader.loop.run, settle(leader, Needs(), colocated=False))
             finally:
                 await asyncio.to_thread(leader.loop.run, leader.http.aclose())
                 leader.loop.close()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_fspo.config import VLLM
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.rollout.client.connect import connect, settle
+from megatron_fspo.rollout.client.connect import Needs, connect, settle
 from megatron_fspo.rollout.client.engine import VLLMEngine
 
 pytestmark = pytest.mark.usefixtures("one_rank", "short_waits")
@@ -218,7 +218,7 @@ def test_at_the_start_of_a_job_servers_sleep_or_are_woken(tmp_path: Path, coloca
         fakes[2].kill_from_outside()
         leader = connect(VLLM(urls=tuple(fake.url for fake in fakes)), 50)
         try:
-            leader.loop.run(settle(leader, colocated=colocated))
+            leader.loop.run(settle(leader, Needs(), colocated=colocated))
         finally:
             leader.loop.run(leader.http.aclose())
             leader.loop.close()

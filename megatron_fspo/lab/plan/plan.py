@@ -234,7 +234,7 @@ def _work(config: Config, shape: Shape, given: Given, servers: ServerMemory | No
 def _stage(config: Config, shape: Shape, work: Work, number: int) -> Stage:
     always: dict[str, float] = {**vars(state(shape, number))}
     values = [p for chunk in stage_parameters(shape, number) for p in chunk]
-    if config.loss.kl_coef:
+    if config.loss.kl_coef and not config.lora.rank:
         always["reference model"] = sum(p.count for p in values) * shape.width
     if shape.fp8:
         matrices = sum(p.count for p in values if "layers." in p.name and len(p.shape) == 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,17 @@ from megatron_fspo.rollout.client.turns import sleep, wake
 from megatron_fspo.rollout.client.weights import BroadcastSender, DiskSender, Sender
 from megatron_fspo.rollout.common import announced, api_key, is_loopback
 from megatron_fspo.rollout.links import listen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What every server must have been started for."""
+
+    routes: bool = False
+    """To return the experts of every token."""
+    lora_rank: int = 0
+    """To serve adapters of this rank; 0: the whole model is sent."""
+
 
 _INFO = "server_info?config_format=json"
 LARGEST_TEMPERATURE = 2.0  # vLLM refuses more
@@ -46,14 +58,14 @@ def check_options(options: VLLM, temperatures: Mapping[str, float], *, cuda: boo
         raise InputErrors(problems)
 
 
-async def absent_servers(options: VLLM, *, routes: bool) -> list[str]:
-    """A line for each server that does not answer within seconds; or returns no ``routes``, if it has to."""
+async def absent_servers(options: VLLM, needs: Needs) -> list[str]:
+    """A line for each server that does not answer within seconds, or cannot do what is needed."""
     urls = options.urls if options.discovery is None else announced(options.discovery)
     async with http_client() as http:
         servers = _servers(urls, http)
         answered = await asyncio.gather(*(server.healthy() for server in servers))
         there = [server for server, well in zip(servers, answered, strict=True) if well]
-        lacking = await _without_routes(there) if routes else []
+        lacking = await _lacking(there, needs)
     return lacking + [
         f"vllm.urls: no server answers at {server.url}; `megatron-fspo serve` starts one"
         for server in servers
@@ -61,17 +73,20 @@ async def absent_servers(options: VLLM, *, routes: bool) -> list[str]:
     ]
 
 
-async def _without_routes(servers: Sequence[Server]) -> list[str]:
-    """A line for each server that does not return the routes of a mixture of experts."""
+async def _lacking(servers: Sequence[Server], needs: Needs) -> list[str]:
+    """A line for each server, and each need that it does not meet."""
+    if needs == Needs():
+        return []
     answers: list[Any] = await asyncio.gather(*(server.get(_INFO) for server in servers))
     lines = []
     for server, answer in zip(servers, answers, strict=True):
-        try:
-            returns = answer["vllm_config"]["aux_output_config"]["enable_return_routed_experts"]
-        except (KeyError, TypeError):
-            returns = False
-        if returns is not True:
+        config = answer.get("vllm_config", {}) if isinstance(answer, dict) else {}
+        output, lora = config.get("aux_output_config") or {}, config.get("lora_config") or {}
+        if needs.routes and output.get("enable_return_routed_experts") is not True:
             lines.append(f"moe.replay = rollout: {server.url} returns no routes; `serve --routes` does")
+        if needs.lora_rank > lora.get("max_lora_rank", 0):
+            serve = f"`megatron-fspo serve --lora-rank {needs.lora_rank}`"
+            lines.append(f"lora.rank: {server.url} takes no adapters of this rank; {serve} does")
     return lines
 
 
@@ -93,16 +108,16 @@ def connect(options: VLLM, vocab_size: int) -> Leader:
     return Leader(loop=Loop("rollout"), http=http, pool=pool, sender=_sender(options))
 
 
-async def settle(leader: Leader, *, colocated: bool, routes: bool = False) -> None:
+async def settle(leader: Leader, needs: Needs, *, colocated: bool) -> None:
     """Prepare the servers that are there for a trainer that takes memory: where GPUs are shared they give up
     theirs; else those that a job before this one left asleep are woken.
 
     Raises:
         TrainingError: one did not sleep.
-        InputError: one cannot; or returns no ``routes``, where these are wanted.
+        InputError: one cannot, or cannot do what is needed.
     """
     servers = await leader.pool.reachable()
-    if routes and (lines := await _without_routes(servers)):
+    if lines := await _lacking(servers, needs):
         raise InputErrors(lines)
     await sleep(servers) if colocated else await wake(servers)
 

@@ -44,6 +44,8 @@ class Trainer:
 
     tensors: Callable[[], Iterator[tuple[str, Tensor]]]
     """The weights under their Hugging Face names, on the first rank; collective."""
+    base: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
+    """Where ``tensors`` are adapters, the weights that servers have besides; the same."""
     score: Callable[[Sequence[Sequence[int]]], list[Tensor] | None]
     """Per sequence of n tokens the log-probs [n - 1] of all but the first, at temperature 1, on the first
     rank; collective."""
@@ -83,6 +85,7 @@ class VLLMEngine:
         # Servers that came back and wait for weights, with what to answer; None: an answer or a batch came.
         self._events: SimpleQueue[tuple[Server, asyncio.Future[bool]] | None] = SimpleQueue()
         self._canary_error = float("nan")
+        self._base: dict[str, Checksum] = {}
         self._proven = False
         self._turn = Turn.TRAINER  # as this rank knows it; without memory to share it is everybody's, always
         self._turn_seconds = 0.0
@@ -192,7 +195,7 @@ class VLLMEngine:
             elif word.startswith(_TURN):
                 self._take(Turn(word.removeprefix(_TURN)))
             else:
-                for _ in self.trainer.tensors():
+                for _ in self._tensors(word)():
                     pass
 
     def rest(self) -> None:
@@ -294,8 +297,11 @@ class VLLMEngine:
         self._control.tell("score")
         want = self.trainer.score(self.canary_sequences)
         assert want is not None
-        mine: dict[str, Checksum] = {}
-        tensors = proof.with_checksums(self._gather(), mine)
+        if self.trainer.base is not None and not self._base:
+            for _ in proof.with_checksums(self._gather("base"), self._base):
+                pass
+        mine = dict(self._base)
+        tensors = proof.with_checksums(self._gather("tensors"), mine)
         problem = weights.send_weights(servers, sender, loop, tensors, self._version)
         if problem is not None:
             return problem
@@ -329,10 +335,15 @@ class VLLMEngine:
                 raise proof.WrongWeights(server.url, self._version, how)
         return None
 
-    def _gather(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights, from all ranks; the others begin when the first tensor is asked for."""
-        self._control.tell("gather")
-        yield from self.trainer.tensors()
+    def _gather(self, what: str) -> Iterator[tuple[str, Tensor]]:
+        """Weights, from all ranks; the others begin when the first tensor is asked for."""
+        self._control.tell(what)
+        yield from self._tensors(what)()
+
+    def _tensors(self, what: str) -> Callable[[], Iterator[tuple[str, Tensor]]]:
+        named = {"tensors": self.trainer.tensors, "base": self.trainer.base}[what]
+        assert named is not None
+        return named
 
     @contextmanager
     def _leading(self) -> Iterator[None]:

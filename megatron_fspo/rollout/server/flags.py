@@ -8,7 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,9 @@ EXTENSION = "megatron_fspo.rollout.server.inside.checksums.WorkerExtension"
 """Lets the trainer ask for checksums of the weights."""
 ROUTES_WORKER = "megatron_fspo.rollout.server.inside.cpu_routes.RoutesWorker"
 """Returns routes on a CPU."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as ``--max-lora-rank``."""
+LORA_TARGETS = tuple(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
 GUARD = "megatron_fspo.rollout.server.inside.require_key.RequireKey"
 """Asks for the key on every route of the server but health."""
 
@@ -67,6 +70,8 @@ class ServerOptions:
     """Give up the GPUs' memory when the trainer on them asks (``vllm.colocated``)."""
     routes: bool = False
     """Return the experts of every token (``moe.replay = rollout``)."""
+    lora_rank: int = 0
+    """Largest rank of the adapters that the policy consists of besides the model; 0: it has none."""
     announce: Path | None = None
     """Folder in which the trainer finds the server (:func:`megatron_fspo.rollout.common.announce`)."""
     anyone_may_run_code: bool = False
@@ -75,6 +80,11 @@ class ServerOptions:
     @property
     def log_file(self) -> Path:
         return self.log or Path("runs", f"vllm-{self.port}.log")
+
+    @property
+    def adapter_folder(self) -> Path:
+        """Of the adapter that vLLM starts with."""
+        return self.log_file.with_suffix(".adapter")
 
     @property
     def connect_host(self) -> str:
@@ -159,10 +169,10 @@ def check(options: ServerOptions, vllm: Installation) -> None:
             f"--host {options.host}: without a key whoever reaches port {options.port} runs code here; "
             f"set {KEY_VARIABLE} (`openssl rand -hex 32`) here and for the trainer, or --anyone-may-run-code"
         )
-    config = _model_config(options.model)
-    head_dim = config.get("head_dim")
-    if not head_dim and "hidden_size" in config and config.get("num_attention_heads"):
-        head_dim = config["hidden_size"] // config["num_attention_heads"]
+    config = model_config(options.model)
+    head_dim = _head_dim(config)
+    if not 0 <= options.lora_rank <= LORA_RANKS[-1]:
+        raise InputError(f"--lora-rank {options.lora_rank}: vLLM takes 1 to {LORA_RANKS[-1]}")
     if options.routes and not config.get("num_experts"):
         raise InputError(f"--routes: {options.model}/config.json names no experts (num_experts)")
     if vllm.on_cpu and head_dim and head_dim not in CPU_HEAD_DIMS:
@@ -170,7 +180,8 @@ def check(options: ServerOptions, vllm: Installation) -> None:
         raise InputError(f"{options.model}/config.json: head_dim {head_dim}: vLLM on a CPU can do {sizes}")
 
 
-def _model_config(model: Path) -> dict[str, Any]:
+def model_config(model: Path) -> dict[str, Any]:
+    """The checkpoint's config.json; ``InputError`` where there is none."""
     path = model / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -183,15 +194,48 @@ def _model_config(model: Path) -> dict[str, Any]:
     return content
 
 
+def _head_dim(config: Mapping[str, Any]) -> int | None:
+    if not config.get("head_dim") and "hidden_size" in config and config.get("num_attention_heads"):
+        return int(config["hidden_size"] // config["num_attention_heads"])
+    return config.get("head_dim")
+
+
+def write_first_adapter(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write an adapter that changes nothing, for vLLM to start with: rank 1, of one matrix, B = 0.
+
+    Raises:
+        InputError: the ``config`` of the model names no sizes.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    try:
+        outputs = config["num_attention_heads"] * (_head_dim(config) or 0)
+        sizes = {"A": (1, config["hidden_size"]), "B": (outputs, 1)}
+    except (KeyError, TypeError) as error:
+        raise InputError(f"--lora-rank: config.json of the model has no {error}") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = "base_model.model.model.layers.0.self_attn.q_proj.lora"
+    factors = {f"{stem}_{name}.weight": torch.zeros(size) for name, size in sizes.items()}
+    save_file(factors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    content = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(content), encoding="utf-8")
+
+
 def command(options: ServerOptions, vllm: Installation) -> list[str]:
     """vLLM's command line. Nothing secret: every user of the machine can read it."""
     dtype = options.dtype
     if dtype == "auto":  # the checkpoint's own: vLLM's "auto" halves float32
-        config = _model_config(options.model)
+        config = model_config(options.model)
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "auto")
     words = [str(vllm.program), "serve", str(options.model)]
     words += ["--host", options.host, "--port", str(options.port), "--dtype", dtype]
-    words += ["--served-model-name", MODEL, "--enable-scale-out"]
+    words += ["--served-model-name", "base" if options.lora_rank else MODEL, "--enable-scale-out"]
+    if options.lora_rank:  # whoever asks for the policy gets the adapter
+        rank = next(rank for rank in LORA_RANKS if rank >= options.lora_rank)
+        words += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
+        words += ["--lora-target-modules", *LORA_TARGETS]
+        words += ["--lora-modules", f"{MODEL}={options.adapter_folder.absolute()}"]
     # With a tokenizer it can stop at strings (rollout.stop); else it goes on, and the trainer cuts off.
     tokenizers = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if not any((options.model / name).is_file() for name in tokenizers):

@@ -16,7 +16,15 @@ from pathlib import Path
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.rollout.common import api_key
 from megatron_fspo.rollout.server import guard
-from megatron_fspo.rollout.server.flags import ServerOptions, check, command, environment, find_vllm
+from megatron_fspo.rollout.server.flags import (
+    ServerOptions,
+    check,
+    command,
+    environment,
+    find_vllm,
+    model_config,
+    write_first_adapter,
+)
 
 LOG_LINES = 20
 GRACE_SECONDS = 10.0
@@ -54,6 +62,8 @@ class ServerProcess:
         self._check_port()
         log = self.options.log_file
         log.parent.mkdir(parents=True, exist_ok=True)
+        if self.options.lora_rank:
+            write_first_adapter(self.options.adapter_folder, model_config(self.options.model))
         words = command(self.options, self._vllm)
         with log.open("ab") as file:
             self._log_start = file.tell()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.rollout.checksum import PACKED, checksum
+from megatron_fspo.rollout.server.inside.adapters import factors
 
 _ROWS = 256  # of unit vectors at a time
 
@@ -24,7 +25,10 @@ class WorkerExtension:
 
     def weight_checksums(self) -> dict[str, list[str]]:
         """``Checksum.to_words`` of each tensor of this worker."""
-        return {name: checksum(tensor).to_words() for name, tensor in weights(self.get_model())}
+        model = self.get_model()
+        return {
+            name: checksum(tensor).to_words() for each in (weights, factors) for name, tensor in each(model)
+        }
 
 
 @torch.no_grad()
@@ -61,6 +65,7 @@ def _pieces(
 ) -> Iterator[tuple[str, Tensor]]:
     if hasattr(layer, "shard_indices"):  # of the vocabulary
         tensor = tensor[: layer.shard_indices.num_org_elements]
+    name = name.replace(".base_layer.", ".")  # of a layer with an adapter
     path, module, key = ("." + name).rsplit(".", 2)
     modules = fused.get(module, ())
     sizes = getattr(layer, "output_partition_sizes", ())

@@ -22,39 +22,31 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
+from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from megatron_fspo.rollout.delta import Held
 from megatron_fspo.rollout.links import Receiver, join_gloo, join_nccl
+from megatron_fspo.rollout.server.inside.adapters import AdapterLoading
 
 
-class _CheckpointTransfer(WeightTransferEngine):
-    """Loads what :meth:`tensors` yields, layer by layer, in place."""
+class WeightLoading:
+    """Takes the tensors of a checkpoint, layer by layer, in place."""
 
-    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
-        """Nothing to prepare."""
+    def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
+        self._model, self._config = model, model_config
 
-    def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
+    def begin(self) -> None:
+        """Prepare all layers."""
+        initialize_layerwise_reload(self._model)
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        try:
-            self.receive_weights(self.parse_update_info(update_info))
-        except BaseException:
-            self.abandon()
-            raise
-        # vLLM's own would synchronise an accelerator, also where there is none.
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Load some of the tensors."""
+        self._model.load_weights(tensors)  # type: ignore[operator]
 
-    def receive_weights(self, update_info: WeightTransferUpdateInfo) -> None:
-        self.model.load_weights(self.tensors(update_info))
-
-    def tensors(self, update_info: WeightTransferUpdateInfo) -> Iterator[tuple[str, Tensor]]:
-        raise NotImplementedError
-
-    def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        repack(self.model)
+    def finish(self) -> None:
+        """Serve what came."""
+        finalize_layerwise_reload(self._model, self._config)
+        repack(self._model)
 
     def abandon(self) -> None:
         """End a half-done update: layers that are not complete keep the weights that they had.
@@ -62,11 +54,47 @@ class _CheckpointTransfer(WeightTransferEngine):
         Otherwise they would stay without weights, and the next update would be added to the half of this one.
         What is served now is a mixture, until the next update is done.
         """
-        for layer in self.model.modules():
+        for layer in self._model.modules():
             info = get_layerwise_info(layer)
             info.loaded_weights.clear()
             info.load_numel = 0
-        self.finish_weight_update()
+        self.finish()
+
+
+class _Transfer(WeightTransferEngine):
+    """Loads what :meth:`tensors` yields: adapters where the server has some, else all weights."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        adapters = self.vllm_config.lora_config is not None
+        self.loading = (
+            AdapterLoading(self.model) if adapters else WeightLoading(self.model, self.model_config)
+        )
+
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        """Nothing to prepare."""
+
+    def start_weight_update(self) -> None:
+        self.loading.begin()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+        except BaseException:
+            self.loading.abandon()
+            raise
+        # vLLM's own would synchronise an accelerator, also where there is none.
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: WeightTransferUpdateInfo) -> None:
+        self.loading.load(self.tensors(update_info))
+
+    def tensors(self, update_info: WeightTransferUpdateInfo) -> Iterator[tuple[str, Tensor]]:
+        raise NotImplementedError
+
+    def finish_weight_update(self) -> None:
+        self.loading.finish()
 
     def shutdown(self) -> None:
         """Nothing to release."""
@@ -105,6 +133,11 @@ if current_platform.is_cpu():
     UnquantizedFusedMoEMethod._setup_kernel = setup_and_pack
 
 
+# After every update vLLM drops all adapters, as if they had belonged to other weights. A server with adapters
+# takes nothing else, and would go back to the one that it was started with.
+LoRAModelRunnerMixin.reset_lora_state = lambda _: None
+
+
 @dataclass
 class BroadcastInit(WeightTransferInitInfo):
     """The address at which the ranks of the transfer meet. Rank 0 is the trainer."""
@@ -130,7 +163,7 @@ class BroadcastUpdate(WeightTransferUpdateInfo):
     shapes: list[list[int]]
 
 
-class GlooTransfer(_CheckpointTransfer):
+class GlooTransfer(_Transfer):
     """Broadcasts through the CPU and TCP, in a group of the trainer's first rank and all workers."""
 
     init_info_cls = BroadcastInit
@@ -186,7 +219,7 @@ class DiskUpdate(WeightTransferUpdateInfo):
     paths: list[str]
 
 
-class DiskTransfer(_CheckpointTransfer):
+class DiskTransfer(_Transfer):
     """Reads files on a disk that trainer and server share."""
 
     init_info_cls = DiskInit

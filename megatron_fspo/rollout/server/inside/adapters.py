@@ -1,0 +1,79 @@
+"""The policy's adapters in a vLLM worker: new ones in the place of the old, while requests go on.
+
+``serve --lora-rank`` starts vLLM with an adapter under the policy's name, so that every request goes through
+it. New factors take its number and its slot in each worker's memory; nothing is read from a disk. (vLLM's own
+``load_inplace`` leaves keys and values of the old adapter in the cache; here it is reset after every update.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+_SLOT = 0
+"""Of ``--max-loras 1``."""
+
+
+class AdapterLoading:
+    """Takes tensors named ``model.layers.0.self_attn.q_proj.lora_A.weight`` and so on; B brings the scale."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._factors: dict[str, Tensor] = {}
+
+    def begin(self) -> None:
+        """Forget what came before."""
+        self._factors = {}
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take some of the factors.
+
+        Raises:
+            ValueError: a tensor is no factor of an adapter.
+        """
+        for name, tensor in tensors:
+            if ".lora_" not in name:
+                raise ValueError(f"{name}: this server was started with --lora-rank: it takes adapters only")
+            self._factors[f"base_model.model.{name}"] = tensor.cpu()
+
+    def finish(self) -> None:
+        """Serve what came; nothing came where an update failed before."""
+        if not self._factors:
+            return
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        manager = self._model.lora_manager
+        rank = next(len(tensor) for name, tensor in self._factors.items() if ".lora_A." in name)
+        targets = sorted({name.split(".")[-3] for name in self._factors})
+        config = PEFTHelper(r=rank, lora_alpha=rank, target_modules=targets)
+        config.validate_legal(manager.lora_config)
+        (number,) = manager.list_adapters()
+        adapter = LoRAModel.from_lora_tensors(
+            number, self._factors, config, device="cpu", dtype=manager.lora_config.lora_dtype
+        )
+        manager.remove_adapter(number)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(number)
+        self._factors = {}
+
+    def abandon(self) -> None:
+        """End a half-done update: the adapter before it stays."""
+        self._factors = {}
+
+
+def factors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The factors that a worker multiplies with, this worker's shards of them, under the names that they
+    came with; of those that the adapter lacks, nothing."""
+    manager: Any = getattr(model, "lora_manager", None)
+    for number in manager.list_adapters() if manager is not None else ():
+        rank = manager.get_adapter(number).rank
+        for path, layer in manager.modules.items():
+            parent, _, name = path.rpartition(".")
+            names = manager.packed_modules_mapping.get(name, [name])
+            for target, a, b in zip(names, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
+                if a[_SLOT].any():
+                    yield f"{parent}.{target}.lora_A.weight", a[_SLOT, 0, :rank]
+                    yield f"{parent}.{target}.lora_B.weight", b[_SLOT, 0, :, :rank]
