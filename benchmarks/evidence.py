@@ -7,7 +7,7 @@
 
 A part is a sweep of ``benchmarks/evidence/``; its first run says how long the others will take, and a run
 that is there is not made again. Figures go to ``benchmarks/results/evidence_<part>.json``, the picture of the
-first part to docs/fairness.svg, and the records of ``KEPT`` to a ``.npz`` (those of the others are too large);
+first part to docs/fairness.svg, and the records of ``KEPT`` to a ``.npz`` (the others' are too large);
 `make docs` writes the page from these files.
 """
 

@@ -200,10 +200,32 @@ def merged_parameters(chunk: GPTModel, arch: Architecture) -> Iterator[tuple[str
             yield name, parameter
 
 
+@torch.no_grad()
+def share_lost_by_merging(chunks: Iterable[Module], arch: Architecture) -> float:
+    """What rounding takes from the adapters in :func:`merged_parameters`: its norm over that of all that they
+    add; 0 where they add nothing. Collective over the job."""
+    chunks = list(chunks)
+    sums = torch.zeros(2, dtype=torch.float64, device=next(chunks[0].parameters()).device)
+    for module in (one for chunk in chunks for one in chunk.modules() if hasattr(one, "adapters_on")):
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        added = _added(module, weight, arch)
+        lost = added - (_merged(module, weight, arch).to(added.dtype) - weight.to(added.dtype))
+        sums += torch.stack([lost.norm(), added.norm()]).double() ** 2
+    dist.all_reduce(sums)
+    squares = sums.tolist()
+    return math.sqrt(squares[0] / squares[1]) if squares[1] else 0.0
+
+
 def _merged(module: Module, weight: Tensor, arch: Architecture) -> Tensor:
+    added = _added(module, weight, arch)
+    return (weight.to(added.dtype) + added).to(weight.dtype)
+
+
+def _added(module: Module, weight: Tensor, arch: Architecture) -> Tensor:
+    """What the adapters of a layer add to its weight: float32, or float64 where that is."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     sums = {target: (one["b"].to(wide) @ one["a"].to(wide)).t() for target, one in _factors(module).items()}
     first = next(iter(sums.values()))
     cut = not sums.keys().isdisjoint({"o", "down"})
     whole = first if cut else _in_order(sums, arch, weight.shape[0])
-    return (weight.to(wide) + _adapters(arch).scale * whole.t()).to(weight.dtype)
+    return _adapters(arch).scale * whole.t()

@@ -61,8 +61,8 @@ class Training:
     groups: ParallelGroups
     policy: Policy
     reference: Model | None
-    """The policy that a KL penalty pulls towards: ``model.checkpoint``, for good. None: the policy without its
-    adapters, or there is no penalty."""
+    """The policy that a KL penalty pulls towards: ``model.checkpoint``, for good. None: the
+    policy without its adapters, or there is no penalty."""
     engine: RolloutEngine
     grader: Grader | None
     """None on ranks that do not grade."""

@@ -13,6 +13,7 @@ from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.job.folder import Resume
 from megatron_fspo.job.run_folder import RunFolder, hold_run_folder
 from megatron_fspo.mcore.hf_weights import export_adapters, export_hf
+from megatron_fspo.mcore.lora import share_lost_by_merging
 from megatron_fspo.mcore.startup import join
 from megatron_fspo.trainer.begin import begin_step
 from megatron_fspo.trainer.build import Draw, Training, build
@@ -81,6 +82,9 @@ def _train(run: Training, folder: RunFolder) -> bool:
     export_hf(run.policy, config.run_folder / "hf", source=config.model.checkpoint)
     if run.policy.arch.adapters:
         export_adapters(run.policy, config.run_folder / "adapter", base=config.model.checkpoint)
+        lost = share_lost_by_merging(run.policy.chunks, run.policy.arch)
+        kept = f"{config.run_folder}/adapter has the adapters, for PEFT"
+        run.log.say(f"{kept}; merged into hf/, rounding took {lost:.1%} of what they add")
     run.engine.close()
     run.log.close(table)
     return True

@@ -9,7 +9,7 @@ import pytest
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # a warning at import is an error here
 
-PEERS = ("trl", "verl", "tinker", "skyrl")
+PEERS = ("trl", "verl", "tinker", "skyrl", "peft")
 """Tests of an adapter are in files that begin with its name, and need what it is an adapter for."""
 
 

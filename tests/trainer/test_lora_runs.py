@@ -78,6 +78,26 @@ def test_a_resumed_run_ends_as_the_one_in_one_go(made: Path, nproc: int) -> None
     assert [row["step"] for row in rows(made, name)] == [1, 2, 3, 4]
 
 
+def test_merging_into_bfloat16_is_said_to_lose_some(made: Path) -> None:
+    """As much as the files show: of an update of 1e-4 much less than one of bfloat16's steps is left."""
+    words = [*WORDS, *ONE, "--model.dtype", "bfloat16", "--optimizer.lr", "1e-5"]
+    done = run(made, "rounded", *words, nproc=1)
+    assert done.returncode == 0, why(done.stderr)
+    (said,) = (line for line in done.stdout.splitlines() if "rounding took" in line)
+    base, hf = load_file(BASE), load_file(made / "rounded/hf/model.safetensors")
+    adapter = load_file(made / "rounded/adapter/adapter_model.safetensors")
+    lost = added = 0.0
+    for name, weight in base.items():
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{stem}.lora_A.weight" in adapter:
+            a, b = (adapter[f"{stem}.lora_{factor}.weight"].double() for factor in "AB")
+            change = hf[name].double() - weight.bfloat16().double()
+            lost += (change - 2.0 * b @ a).square().sum().item()
+            added += (2.0 * b @ a).square().sum().item()
+    assert 0.05 < (lost / added) ** 0.5 < 1.5
+    assert f"{(lost / added) ** 0.5:.1%}" in said
+
+
 def test_a_run_begins_with_the_adapters_of_a_folder(made: Path) -> None:
     """Its first weights are those with which the other run ended."""
     words = [*WORDS, *ONE, "--lora.start", str(made / "whole/adapter")]
