@@ -32,6 +32,8 @@ BANDS = {
     "constant": "constant",
     "gspo": "GSPO",
     "luspo": "LUSPO: GSPO without 1/L",
+}
+WIDTHS = {
     "quarter": "√L, c / 4",
     "half": "√L, c / 2",
     "double": "√L, 2 c",
@@ -92,6 +94,7 @@ def read(name: str) -> dict[str, Any]:
 def render() -> str:
     """The page."""
     bands, ledger, growth = (read(f"evidence_{part}") for part in ("bands", "ledger", "ledger_growth"))
+    widths, losses = read("evidence_widths"), read("evidence_losses")
     covered = read("interval_coverage")
     wrong = [*covered["verdicts"].values()]
     return TEMPLATE.read_text(encoding="utf-8").format(
@@ -116,7 +119,7 @@ def render() -> str:
         found_equal=f"{wrong[2]:.0%}",
         bands=table(bands["arms"], BANDS, BAND_COLUMNS),
         bands_seeds=len(bands["sweep"]["seeds"]),
-        bands_arms=len(bands["arms"]),
+        widths=table(widths["arms"] | losses["arms"], WIDTHS, BAND_COLUMNS),
         exponents=", ".join(f"{run['exponent']:.2f}" for run in of_arm(bands, "measured")),
         bands_crossovers=crossovers(bands),
         **long_responses(read("long_responses")),

@@ -80,14 +80,21 @@ async def _lacking(servers: Sequence[Server], needs: Needs) -> list[str]:
     answers: list[Any] = await asyncio.gather(*(server.get(_INFO) for server in servers))
     lines = []
     for server, answer in zip(servers, answers, strict=True):
-        config = answer.get("vllm_config", {}) if isinstance(answer, dict) else {}
-        output, lora = config.get("aux_output_config") or {}, config.get("lora_config") or {}
-        if needs.routes and output.get("enable_return_routed_experts") is not True:
+        routes = _told(answer, "vllm_config", "aux_output_config", "enable_return_routed_experts")
+        rank = _told(answer, "vllm_config", "lora_config", "max_lora_rank")
+        if needs.routes and routes is not True:
             lines.append(f"moe.replay = rollout: {server.url} returns no routes; `serve --routes` does")
-        if needs.lora_rank > lora.get("max_lora_rank", 0):
+        if needs.lora_rank > (rank if isinstance(rank, int) else 0):
             serve = f"`megatron-fspo serve --lora-rank {needs.lora_rank}`"
             lines.append(f"lora.rank: {server.url} takes no adapters of this rank; {serve} does")
     return lines
+
+
+def _told(answer: Any, *path: str) -> Any:
+    """What stands in an answer under these keys, one in the other; None if nothing does."""
+    for key in path:
+        answer = answer.get(key) if isinstance(answer, dict) else None
+    return answer
 
 
 def connect(options: VLLM, vocab_size: int) -> Leader:
