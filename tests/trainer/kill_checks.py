@@ -48,6 +48,8 @@ def at_end(run: Path, whole: Path, *, keep: int, exact: bool = True) -> list[str
         found += _rows_differ(file, got, want, exact=exact)
     if exact:
         found += _files_differ(run / "hf", whole / "hf")
+        if (whole / "adapter").exists():
+            found += _files_differ(run / "adapter", whole / "adapter")
     names, wanted = ({path.name for path in folder.iterdir()} for folder in (run, whole))
     if names != wanted:
         found.append(f"beside each other are {sorted(names ^ wanted)}")

@@ -1,6 +1,6 @@
 """Kill -9 at random moments, resume, and compare with an uninterrupted run.
 
-    python tests/trainer/kill_runs.py --kills 20 [--seed 1] [--vllm | --turns]
+    python tests/trainer/kill_runs.py --kills 20 [--seed 1] [--vllm | --turns | --lora]
 
 A run of six small steps is killed, resumed, killed again, until it ends; then the next begins, until all
 kills are done. A kill has a point of the code (see ``kill_worker.py``), a step, and victims: all processes of
@@ -68,6 +68,7 @@ TURNS_WORDS = (
     "--environment.name own_environment:two_digits --environment.workers 1 --reward.name environment "
     '--rollout.stop ["9"]'
 ).split()
+LORA_WORDS = "--lora.rank 4 --loss.calibrate 0 --optimizer.lr 1e-3".split()
 AHEAD = ("asking", "grading", "update", "sending", "validating", "files", "named", "loading", "export")
 _ALL = _START | _STEP | _SAVE | _RESUME | _LATE | _END
 
@@ -319,6 +320,7 @@ def main() -> int:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--vllm", action="store_true", help="sampling ahead, from a vLLM that VLLM_BIN names")
     kind.add_argument("--turns", action="store_true", help="trajectories of several turns, embedded engine")
+    kind.add_argument("--lora", action="store_true", help="adapters are trained")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="an empty folder to leave the runs in")
     args = parser.parse_args()
     points = args.points or (AHEAD if args.vllm else TURNS if args.turns else EMBEDDED)
@@ -329,7 +331,8 @@ def main() -> int:
         if args.vllm:
             problems, never = run_ahead(args.keep or Path(folder), kills)
         else:
-            harness = Harness(args.keep or Path(folder), tuple(TURNS_WORDS) if args.turns else ())
+            words = TURNS_WORDS if args.turns else LORA_WORDS if args.lora else []
+            harness = Harness(args.keep or Path(folder), tuple(words))
             never, problems = run_all(harness, kills), harness.problems
     for kill in never:
         print(f"did not happen: {kill}")
