@@ -152,7 +152,10 @@ runs/ledger-growth/checkpoint/config.json: LEDGER_ARGS := --long 19 195
 runs/ledger/checkpoint/config.json runs/ledger-growth/checkpoint/config.json: runs/%/checkpoint/config.json: $(VENV)/.ready
 	PYTHONPATH=. $(VENV)/bin/python benchmarks/ledger/ledger.py --out runs/$* $(LEDGER_ARGS)
 
-evidence: $(VENV)/.ready vllm $(SMOLLM2)/checkpoint/config.json runs/ledger/checkpoint/config.json runs/ledger-growth/checkpoint/config.json  ## every figure of docs/evidence.md again; runs in runs/evidence are not made twice
+runs/words/checkpoint/config.json: $(VENV)/.ready
+	PYTHONPATH=. $(VENV)/bin/python benchmarks/words/words.py --out runs/words
+
+evidence: $(VENV)/.ready vllm $(SMOLLM2)/checkpoint/config.json runs/words/checkpoint/config.json runs/ledger/checkpoint/config.json runs/ledger-growth/checkpoint/config.json  ## every figure of docs/evidence.md again; runs in runs/evidence are not made twice
 	$(VENV)/bin/python benchmarks/evidence.py $(EVIDENCE_ARGS)
 	$(with_vllm) $(VENV)/bin/python benchmarks/long_responses.py
 	$(VENV)/bin/python docs/make_evidence.py

@@ -79,6 +79,15 @@ GROWTH_COLUMNS = {
     "accuracy/long_held_out": "accuracy, long",
     "ess": "ESS",
 }
+WORDS_COLUMNS = {
+    "clipped": "clipped",
+    "lre_signed": "LRE clipped",
+    "lre_within_sign": "within a sign",
+    "ess": "ESS",
+    "reward_last": "reward",
+    "accuracy/short_held_out": "accuracy, short",
+    "accuracy/long_held_out": "accuracy, long",
+}
 SHORT = 40
 """Tokens of a short response of the ledger at most."""
 
@@ -119,6 +128,7 @@ def render() -> str:
         found_equal=f"{wrong[2]:.0%}",
         bands=table(bands["arms"], BANDS, BAND_COLUMNS),
         bands_seeds=len(bands["sweep"]["seeds"]),
+        **{part: words_table(part) for part in ("words", "words_fresh", "words_bf16")},
         widths=table(widths["arms"] | losses["arms"], WIDTHS, BAND_COLUMNS),
         exponents=", ".join(f"{run['exponent']:.2f}" for run in of_arm(bands, "measured")),
         bands_crossovers=crossovers(bands),
@@ -132,6 +142,12 @@ def table(arms: Mapping[str, Any], names: Mapping[str, str], columns: Mapping[st
     for arm, name in names.items():
         lines.append(f"| {name} | {' | '.join(mean(arms[arm].get(key)) for key in columns)} |")
     return "\n".join(lines)
+
+
+def words_table(part: str) -> str:
+    """Of a sweep on lists of words."""
+    arms = read(f"evidence_{part}")["arms"]
+    return table(arms, {arm: LEDGER[arm] for arm in arms}, WORDS_COLUMNS)
 
 
 def seeds_needed(found: Mapping[str, Any], arm: str, less: str, figure: str, margin: float) -> int:

@@ -3,7 +3,7 @@
     python benchmarks/words/words.py --out runs/words     # some minutes on one core
 
 A prompt is a list of 2 to 12 words, ``^the, house, of=``; the response is the same list from its end, letter
-by letter: 8 to 90 tokens. The reward is the package's own scorer: 1 for the list, 0 with any letter wrong.
+by letter, in 6 to 106 tokens. The reward is the package's own scorer: 1 for it, 0 with any letter wrong.
 
 The model, a Qwen3 of two layers, learns from other lists until so large a part of its responses would be
 right. RL begins there.
