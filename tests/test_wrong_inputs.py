@@ -200,7 +200,7 @@ def complaint(
             status = run([word.format(**values) for word in line.split()], monkeypatch)
         out, err = capfd.readouterr()
         assert (status, out) == (2, ""), err[-2000:]
-        assert re.fullmatch(r"[\w-]+( \w+)?(\.py)?: [^\n]+\n", err), err[-2000:]
+        assert re.fullmatch(r"[\w-]+( [\w-]+){0,2}(\.py)?: [^\n]+\n", err), err[-2000:]
         assert {path: path.is_file() and path.read_bytes() for path in tmp.rglob("*")} == before
         assert not torch.distributed.is_initialized()
         return err

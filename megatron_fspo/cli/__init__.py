@@ -1,5 +1,5 @@
-"""``megatron-fspo train | plan | verify | calibrate | evaluate | explain | sweep | data | serve | status |
-report | doctor``.
+"""``megatron-fspo init | train | plan | verify | calibrate | evaluate | explain | sweep | data | convert | serve |
+status | report | doctor``.
 
 Exit status: 0 done; 1 the run or the check failed; 2 bad arguments or input, named in one line; 143 stopped
 by SIGTERM with a checkpoint to resume from; 130 by Ctrl-C; 141 where nobody reads its output any more.
@@ -60,11 +60,12 @@ def _main(words: list[str]) -> int:
 def make_parser() -> OneLineParser:
     """The parser of the whole command line; ``run`` of its result does what was asked for."""
     from megatron_fspo import __version__
-    from megatron_fspo.cli import evaluate, lab, tools, train
+    from megatron_fspo.cli import convert, evaluate, init, lab, tools, train
 
     parser = OneLineParser(prog="megatron-fspo", description="FSPO on Megatron-Core.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
+    init.add_init(commands)
     train.add_train(commands)
     lab.add_plan(commands)
     tools.add_verify(commands)
@@ -73,6 +74,7 @@ def make_parser() -> OneLineParser:
     lab.add_explain(commands)
     lab.add_sweep(commands)
     tools.add_data(commands)
+    convert.add_convert(commands)
     tools.add_serve(commands)
     tools.add_status(commands)
     lab.add_report(commands)

@@ -1,4 +1,4 @@
-"""The command lines of tools/, as a user runs them."""
+"""The command lines of tools/, which are ``megatron-fspo convert``, as a user runs them."""
 
 from __future__ import annotations
 
@@ -158,10 +158,10 @@ def test_wrong_input_is_one_line_and_exit_status_2(
     result = tool(name, *others)
     assert result.returncode == 2, result.stderr
     (line,) = result.stderr.strip().splitlines()
-    assert line.startswith(f"{name}: ") and message in line
+    assert line.startswith("megatron-fspo") and message in line
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", TOOLS)
 def test_help_shows_examples(name: str) -> None:
-    assert f"python tools/{name}.py" in done(name, "--help")
+    assert "\n    megatron-fspo convert " in done(name, "--help")

@@ -1,0 +1,55 @@
+"""``megatron-fspo init``: a folder to begin with, from the examples that are installed with the package."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+import megatron_fspo
+from megatron_fspo.cli import command
+from megatron_fspo.errors import InputError
+
+_INSTALLED = Path(megatron_fspo.__file__).parent / "examples"
+EXAMPLES = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "examples"
+"""In a checkout they are beside the package."""
+OWN = "own_task"
+NAMES = (OWN, "make_sum", "smollm2", "qwen3_1_7b", "qwen3_8b")
+_MODEL = "make_sum/checkpoint"
+
+_HELP = """\
+Make a folder to train in: a configuration with comments, a reward, ten rows of data and a tiny model.
+
+    megatron-fspo init my-task
+    cd my-task && megatron-fspo train --config run.toml      # two minutes on a CPU
+
+Then put in your model, your rows and your reward. --from takes another example: make_sum, smollm2, qwen3_1_7b,
+qwen3_8b. Exit status 2: the folder is there already.
+"""
+
+
+def add_init(commands: command.Commands) -> None:
+    """Declare ``init``."""
+    init = command.add(commands, "init", run_init, "a folder for a task of your own", _HELP)
+    init.add_argument("folder", type=Path, help="to make")
+    init.add_argument(
+        "--from", dest="example", choices=NAMES, default=OWN, help="example (default: own_task)"
+    )
+
+
+def run_init(args: argparse.Namespace, _: list[str]) -> int:
+    """Copy the example; its own files stand in the new folder, whatever they say of the checkout's."""
+    folder, example = args.folder, EXAMPLES / args.example
+    if folder.exists():
+        raise InputError(f"{folder} is there already: name another folder, or remove it")
+    if not example.is_dir():
+        raise InputError(f"{example} is not there: this installation has no examples")
+    shutil.copytree(example, folder, ignore=shutil.ignore_patterns("__pycache__", "__init__.py"))
+    if args.example == OWN:
+        shutil.copytree(EXAMPLES / _MODEL, folder / "model")
+    for file in folder.rglob("*"):
+        if file.suffix in (".toml", ".sh", ".md", ".py"):
+            text = file.read_text(encoding="utf-8")
+            file.write_text(text.replace(f"examples/{args.example}/", ""), encoding="utf-8")
+    print(f"cd {folder} && megatron-fspo train --config run.toml")
+    return 0

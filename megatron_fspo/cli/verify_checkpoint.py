@@ -1,0 +1,198 @@
+"""``megatron-fspo convert verify``: are two checkpoints the same, and do the models say the same?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_fspo.cli.console import import_megatron, progress_bar
+from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.weights import (
+    Architecture,
+    Difference,
+    compare,
+    compare_with_manifest,
+    is_megatron,
+    open_checkpoint,
+    read_architecture,
+    read_manifest,
+    size_in_bytes,
+)
+
+LENGTHS = (7, 64, 200)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare; the exit status is 1 if anything differs."""
+    if args.as_rank:
+        _score_as_rank(**json.loads(args.as_rank))
+        return 0
+    if args.first is None:
+        raise InputError("name a checkpoint folder, or two to compare; --help shows examples")
+    if not args.tolerance >= 0:
+        raise InputError(f"--tolerance {args.tolerance}: it must be at least 0")
+    if args.logits:
+        _check_logits(args.first, args.second, args.layout)
+    differences = list(_bits(args.first, args.second))
+    report: dict[str, Any] = {"different_tensors": [vars(difference) for difference in differences]}
+    if not args.json:
+        print(_describe(differences, args.first, args.second))
+    same = not differences
+    if args.logits:
+        report["log_probs"] = _logits([args.first, args.second], args.layout, args.dtype)
+        same &= max(row["max"] for row in report["log_probs"]) <= args.tolerance
+        if not args.json:
+            print(_table(report["log_probs"], args.tolerance))
+    if args.json:
+        print(json.dumps({"same": same, **report}))
+    return 0 if same else 1
+
+
+def _check_logits(first: Path, second: Path | None, layout: str) -> None:
+    """Check arguments before long work."""
+    if second is None:
+        raise InputError("--logits compares two checkpoints")
+    import_megatron()
+
+    from megatron_fspo.mcore.sizes import check_parallel
+    from megatron_fspo.verify.layouts import count_ranks, parse_layout
+
+    check_parallel(read_architecture(first), parse_layout(layout, world_size=count_ranks(layout)).parallel)
+
+
+def _bits(first: Path, second: Path | None) -> Iterator[Difference]:
+    """Tensors that differ, from the other checkpoint or from the manifest."""
+    arch = read_architecture(first)
+    reader = open_checkpoint(first, arch)
+    with progress_bar(size_in_bytes(reader), "comparing") as progress:
+        if second is None:
+            manifest = read_manifest(first)
+            if manifest is None:
+                raise InputError(f"{first} has no manifest; name a second checkpoint to compare it with")
+            yield from compare_with_manifest(reader, manifest.tensors, progress)
+            return
+        other = read_architecture(second)
+        if other != arch:
+            keys = [key for key, value in vars(arch).items() if value != getattr(other, key)]
+            raise InputError(f"{first} and {second} are different models: {', '.join(keys)} differ")
+        yield from compare(reader, open_checkpoint(second, arch), arch, progress)
+
+
+def _describe(differences: Sequence[Difference], first: Path, second: Path | None) -> str:
+    what = f"{first} and {second}" if second else f"{first} and its manifest"
+    if not differences:
+        return f"{what}: bit for bit the same"
+    lines = [f"{what}: {len(differences)} tensors differ"]
+    for one in differences[:20]:
+        detail = f"{one.values:,} values, by up to {one.largest:.3g}" if one.values else one.what
+        lines.append(f"  {one.name}: {detail}")
+    return "\n".join([*lines, *(["  ..."] if len(differences) > 20 else [])])
+
+
+def _logits(folders: Sequence[Path], layout: str, dtype: str) -> list[dict[str, Any]]:
+    """Differences of every way to score the sequences from the first way, which is that of ``folders[0]``."""
+    arch = read_architecture(folders[0])
+    sequences = _sequences(arch)
+    scores: dict[str, Tensor] = {}
+    for folder in folders:
+        if not is_megatron(folder):
+            scores[f"{folder}, transformers"] = _transformers_scores(folder, sequences, DTYPES[dtype])
+    for folder in folders:
+        scores[f"{folder}, Megatron {layout}"] = _megatron_scores(folder, sequences, layout, dtype)
+    (name, reference), *others = scores.items()
+    if not reference.isfinite().all():
+        raise TrainingError(f"{name}: log-probs are not finite")
+    differences = ((name, (score - reference).abs()) for name, score in others)
+    return [{"name": name, "max": d.max().item(), "mean": d.mean().item()} for name, d in differences]
+
+
+def _sequences(arch: Architecture) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [min(length, arch.max_position_embeddings) for length in LENGTHS]
+    return [torch.randint(arch.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def _transformers_scores(folder: Path, sequences: Sequence[Sequence[int]], dtype: torch.dtype) -> Tensor:
+    """Log-probs of all tokens but the first of each sequence, [n]."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True).eval()
+    scores = []
+    for sequence in sequences:
+        tokens = torch.tensor([sequence])
+        with torch.no_grad():
+            log_probs = model(tokens).logits[0, :-1].float().log_softmax(-1)
+        scores.append(log_probs.gather(-1, tokens[0, 1:, None])[:, 0])
+    return torch.cat(scores)
+
+
+def _megatron_scores(folder: Path, sequences: Sequence[Sequence[int]], layout: str, dtype: str) -> Tensor:
+    """The same from our model, on as many processes as the layout has ranks."""
+    from megatron_fspo.verify.layouts import count_ranks
+
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "scores.safetensors"
+        task = {
+            "folder": str(folder), "sequences": sequences, "layout": layout, "dtype": dtype, "out": str(out),
+        }  # fmt: skip
+        ranks = ["--standalone", "--nproc-per-node", str(count_ranks(layout))]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *ranks,
+            "-m",
+            "megatron_fspo",
+            *("convert", "verify", "--as-rank", json.dumps(task)),
+        ]
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode or not out.is_file():
+            reported = [line for line in done.stderr.splitlines() if line.startswith("megatron-fspo: ")]
+            problem = reported[0].removeprefix("megatron-fspo: ") if reported else done.stderr[-2000:]
+            raise InputError(f"{folder} under {layout}: {problem}")
+        log_probs: Tensor = load_file(out)["log_probs"]
+        return log_probs
+
+
+def _score_as_rank(folder: str, sequences: list[list[int]], layout: str, dtype: str, out: str) -> None:
+    import_megatron()
+
+    from megatron_fspo.mcore.backend import choose_backend
+    from megatron_fspo.mcore.score import score_checkpoint
+    from megatron_fspo.mcore.startup import stop
+    from megatron_fspo.verify.layouts import parse_layout
+
+    parallel = parse_layout(layout, world_size=int(os.environ["WORLD_SIZE"])).parallel
+    try:
+        scores = score_checkpoint(
+            Path(folder), sequences, parallel=parallel, backend=choose_backend(), dtype=DTYPES[dtype]
+        )
+    finally:
+        stop()
+    if scores is not None:
+        save_file({"log_probs": torch.cat(scores)}, out)
+
+
+def _table(rows: Sequence[dict[str, Any]], tolerance: float) -> str:
+    width = max(len(row["name"]) for row in rows)
+    lines = [f"{'log-probs of ' + str(sum(LENGTHS) - len(LENGTHS)) + ' tokens':{width}}  max |Δ|  mean |Δ|"]
+    lines += [f"{row['name']:{width}}  {row['max']:.1e}  {row['mean']:.1e}" for row in rows]
+    worst = max(row["max"] for row in rows)
+    return "\n".join(
+        [*lines, f"{'within' if worst <= tolerance else 'beyond'} the tolerance of {tolerance:g}"]
+    )

@@ -1,0 +1,82 @@
+"""What is installed from a wheel is whole: a folder made by ``init`` trains in it, far from any checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from launch import REPO, environment, why
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which the wheel is installed; its dependencies are those of the tests."""
+    folder, source = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("source")
+    # setuptools leaves a copy of what it builds, from which files that are gone would come back.
+    for name in ("megatron_fspo", "examples"):
+        shutil.copytree(REPO / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(REPO / name, source)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    target = folder / "installed"
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(target), str(wheel)], check=True)
+    return target
+
+
+def command(installed: Path, folder: Path, *words: str) -> str:
+    """``megatron-fspo`` of the wheel, run in a folder; its output."""
+    where = {**environment(), "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
+    where.pop("VLLM_BIN", None)
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_fspo", *words], cwd=folder, env=where, capture_output=True, text=True
+    )
+    assert done.returncode == 0, why(done.stderr)
+    return done.stdout
+
+
+def test_it_has_the_package_and_nothing_else(installed: Path) -> None:
+    (wheel,) = installed.parent.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    folders = {name.split("/")[0] for name in names}
+    assert {name for name in folders if not name.endswith(".dist-info")} == {"megatron_fspo"}
+    sources = {str(path.relative_to(REPO)) for path in (REPO / "megatron_fspo").rglob("*.py")}
+    mine = {name for name in names if name.endswith(".py") and "/examples/" not in name}
+    assert mine == sources
+    assert {"megatron_fspo/py.typed", "megatron_fspo/examples/make_sum/checkpoint/model.safetensors"} <= set(
+        names
+    )
+    assert wheel.stat().st_size < 3e6
+
+
+def test_a_task_of_ones_own(installed: Path, tmp_path: Path) -> None:
+    said = command(installed, tmp_path, "init", "task")
+    assert "megatron-fspo train --config run.toml" in said
+    task = tmp_path / "task"
+    command(installed, task, "train", "--config", "run.toml", "--run.steps", "2", "--loss.calibrate", "0")
+    lines = (task / "runs/first/metrics.jsonl").read_text().splitlines()
+    rewards = [json.loads(line)["critic/rewards/mean"] for line in lines]
+    assert len(rewards) == 2 and all(0.1 < reward < 0.6 for reward in rewards)
+    assert (task / "runs/first/report/index.html").is_file()
+    command(installed, task, "report", "runs/first")
+    command(installed, task, "explain", "runs/first")
+    command(installed, task, "convert", "hf-to-megatron", "runs/first/hf", "converted")
+    command(installed, task, "convert", "verify", "runs/first/hf", "converted")
+
+
+@pytest.mark.parametrize("name", ["make_sum", "smollm2", "qwen3_1_7b", "qwen3_8b"])
+def test_other_examples(installed: Path, tmp_path: Path, name: str) -> None:
+    command(installed, tmp_path, "init", "task", "--from", name)
+    assert f"examples/{name}/" not in (tmp_path / "task/run.toml").read_text()
+    assert os.listdir(tmp_path) == ["task"]
