@@ -18,6 +18,7 @@ VENV_VLLM := .venv-vllm
 VENV_TE := .venv-te
 MEGATRON_016 := build/megatron-core-0.16
 VENV_TRL := .venv-trl
+VENV_SITE := .venv-site
 VENV_VERL := .venv-verl
 VENV_SKYRL := .venv-skyrl
 VENV_VERIFIERS := .venv-verifiers
@@ -50,7 +51,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The vLLM that tests and runs start: $VLLM_BIN, or the one installed here, if there is one.
 with_vllm = VLLM_BIN="$${VLLM_BIN:-$$(test -e $(VENV_VLLM)/.ready && echo $(CURDIR)/$(VENV_VLLM)/bin/vllm)}"
 
-.PHONY: help demo demo-tools demo-vllm demo-tools-vllm real vllm test test-fast test-py312 test-te test-te-py312 test-adapters test-adapters-py312 test-gpu test-fake-gpu verify lint format evidence bench docs clean
+.PHONY: help demo demo-tools demo-vllm demo-tools-vllm real vllm test test-fast test-py312 test-te test-te-py312 test-adapters test-adapters-py312 test-gpu test-fake-gpu verify lint format evidence bench docs site clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -160,6 +161,9 @@ evidence: $(VENV)/.ready vllm $(SMOLLM2)/checkpoint/config.json runs/words/check
 	$(with_vllm) $(VENV)/bin/python benchmarks/long_responses.py
 	$(VENV)/bin/python docs/make_evidence.py
 
+site: $(VENV_SITE)/.ready  ## the pages and the docstrings as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(VENV_SITE)/bin/mkdocs build --quiet
+
 bench: $(VENV)/.ready  ## memory and time of the log-prob head
 	$(VENV)/bin/python benchmarks/logprob_head.py
 
@@ -172,7 +176,7 @@ docs: $(VENV)/.ready  ## rewrite what docs/ has from the code
 	$(VENV)/bin/python docs/make_evidence.py
 
 clean:  ## remove environments, runs and caches
-	rm -rf .venv .venv312 .venv-vllm .venv-te .venv312-te .venv-trl .venv-verl .venv-skyrl .venv-verifiers runs *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv .venv312 .venv-vllm .venv-te .venv312-te .venv-trl .venv-verl .venv-skyrl .venv-verifiers .venv-site runs *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(1): the Python to use; $(2): the folder. Through a link, that of another checkout would be emptied.
@@ -202,10 +206,10 @@ endef
 $(VENV_TRL)/.ready $(VENV_VERL)/.ready: .venv-%/.ready: requirements-%.txt pyproject.toml
 	$(call install_trainer,$(PYTHON),$*)
 
-# It runs programs of its own: nothing of this package is in it.
-$(VENV_VERIFIERS)/.ready: requirements-verifiers.txt
-	$(call new_venv,$(PYTHON),$(VENV_VERIFIERS))
-	$(VENV_VERIFIERS)/bin/pip install --quiet --requirement requirements-verifiers.txt
+# They run programs of their own: nothing of this package is in them.
+$(VENV_VERIFIERS)/.ready $(VENV_SITE)/.ready: .venv-%/.ready: requirements-%.txt
+	$(call new_venv,$(PYTHON),.venv-$*)
+	.venv-$*/bin/pip install --quiet --requirement requirements-$*.txt
 	touch $@
 
 $(VENV_SKYRL)/.ready: requirements-skyrl.txt pyproject.toml

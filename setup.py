@@ -9,5 +9,5 @@ FOLDERS = {f"megatron_fspo.examples.{name.replace('/', '.')}": f"examples/{name}
 setup(
     packages=[*find_packages(include=["megatron_fspo*"]), *FOLDERS],
     package_dir=FOLDERS,
-    package_data={"megatron_fspo": DATA} | dict.fromkeys(FOLDERS, ["*"]),
+    package_data={"megatron_fspo": DATA} | {name: ["*"] for name in FOLDERS},
 )

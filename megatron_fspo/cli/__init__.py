@@ -1,5 +1,5 @@
-"""``megatron-fspo init | train | plan | verify | calibrate | evaluate | explain | sweep | data | convert | serve |
-status | report | doctor``.
+"""``megatron-fspo init | train | plan | verify | calibrate | evaluate | explain | sweep | data | convert |
+serve | status | report | doctor``.
 
 Exit status: 0 done; 1 the run or the check failed; 2 bad arguments or input, named in one line; 143 stopped
 by SIGTERM with a checkpoint to resume from; 130 by Ctrl-C; 141 where nobody reads its output any more.

@@ -23,8 +23,8 @@ Make a folder to train in: a configuration with comments, a reward, ten rows of 
     megatron-fspo init my-task
     cd my-task && megatron-fspo train --config run.toml      # two minutes on a CPU
 
-Then put in your model, your rows and your reward. --from takes another example: make_sum, smollm2, qwen3_1_7b,
-qwen3_8b. Exit status 2: the folder is there already.
+Then put in your model, your rows and your reward. --from takes another example: make_sum, smollm2,
+qwen3_1_7b, qwen3_8b. Exit status 2: the folder is there already.
 """
 
 
