@@ -19,7 +19,7 @@ from transformers import Qwen3MoeForCausalLM
 from launch import REPO, why
 from megatron_fspo.config import VLLM
 from megatron_fspo.job.remote import http_client
-from megatron_fspo.rollout.client.connect import absent_servers
+from megatron_fspo.rollout.client.connect import Needs, absent_servers
 from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
 from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.rollout.common import api_key
@@ -108,7 +108,7 @@ def agreement(completions: list[Completion], want: list[Tensor], faulty=lambda r
 def test_routes_are_those_of_transformers(server: Served, mixtures: list[Path]) -> None:
     one, two = mixtures
     options = VLLM(urls=(server.url,))
-    assert asyncio.run(absent_servers(options, routes=True)) == []
+    assert asyncio.run(absent_servers(options, Needs(routes=True))) == []
     params = SamplingParams(max_tokens=40, seed=5, routing=ROUTING)
     for version, (new, old) in enumerate([(one, two), (two, one)]):
         if version:

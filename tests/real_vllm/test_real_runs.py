@@ -125,6 +125,7 @@ def test_a_server_killed_in_the_middle_comes_back_with_current_weights(
     assert {len(row["length"]) for row in rows(tmp_path, "run", "sequences.jsonl")} == {3 * 32}
 
 
+@pytest.mark.long
 def test_ahead_of_training_no_token_is_older_than_allowed(
     checkpoint: Path, pair: list[Served], tmp_path: Path
 ) -> None:

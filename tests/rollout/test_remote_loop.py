@@ -92,4 +92,6 @@ loop.run(nothing())
         text=True,
         timeout=30,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "cleaned up\n", "")
+    # Of a loaded machine asyncio says that a callback took long.
+    said = [line for line in done.stderr.splitlines() if not line.startswith("Executing <Handle ")]
+    assert (done.returncode, done.stdout, said) == (0, "cleaned up\n", [])
