@@ -2,7 +2,7 @@
 
 from setuptools import find_packages, setup
 
-EXAMPLES = ("own_task", "make_sum", "make_sum/checkpoint", "smollm2", "qwen3_1_7b", "qwen3_8b")
+EXAMPLES = ("own_task", "make_sum", "make_sum/checkpoint", "smollm2", "qwen3_8b")
 DATA = ["py.typed", "lab/*/*.html", "lab/*/*.css", "lab/trace/cuda.c", "lab/trace/tex.json"]
 FOLDERS = {f"megatron_fspo.examples.{name.replace('/', '.')}": f"examples/{name}" for name in EXAMPLES}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from launch import REPO, environment, why
+from megatron_fspo.cli import main
+from megatron_fspo.cli.init import NEXT, OWN
+from megatron_fspo.config.loading import load_config
 
 pytestmark = pytest.mark.slow
 
@@ -75,8 +77,14 @@ def test_a_task_of_ones_own(installed: Path, tmp_path: Path) -> None:
     command(installed, task, "convert", "verify", "runs/first/hf", "converted")
 
 
-@pytest.mark.parametrize("name", ["make_sum", "smollm2", "qwen3_1_7b", "qwen3_8b"])
-def test_other_examples(installed: Path, tmp_path: Path, name: str) -> None:
-    command(installed, tmp_path, "init", "task", "--from", name)
-    assert f"examples/{name}/" not in (tmp_path / "task/run.toml").read_text()
-    assert os.listdir(tmp_path) == ["task"]
+@pytest.mark.parametrize("name", sorted(NEXT.keys() - {OWN}))
+def test_other_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Whole configurations, whose files are there or made by what is."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "task", "--from", name]) == 0
+    monkeypatch.chdir(tmp_path / "task")
+    config = load_config([Path("run.toml")], [])
+    if name == "make_sum":
+        assert all(path.exists() for path in (config.model.checkpoint, config.data.train_sets[0].file))
+    else:
+        assert Path("prepare.py").is_file()

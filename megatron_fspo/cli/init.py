@@ -14,17 +14,23 @@ _INSTALLED = Path(megatron_fspo.__file__).parent / "examples"
 EXAMPLES = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "examples"
 """In a checkout they are beside the package."""
 OWN = "own_task"
-NAMES = (OWN, "make_sum", "smollm2", "qwen3_1_7b", "qwen3_8b")
+NEXT = {
+    OWN: "megatron-fspo train --config run.toml",
+    "make_sum": "megatron-fspo train --config run.toml --nproc 2",
+    "smollm2": "make model and questions: the head of prepare.py says how",
+    "qwen3_8b": "make the data: the head of prepare.py says how",
+}
+"""Example → what to do in its folder."""
 _MODEL = "make_sum/checkpoint"
 
 _HELP = """\
 Make a folder to train in: a configuration with comments, a reward, ten rows of data and a tiny model.
 
     megatron-fspo init my-task
-    cd my-task && megatron-fspo train --config run.toml      # two minutes on a CPU
+    cd my-task && megatron-fspo train --config run.toml      # a minute on a CPU
 
-Then put in your model, your rows and your reward. --from takes another example: make_sum, smollm2,
-qwen3_1_7b, qwen3_8b. Exit status 2: the folder is there already.
+Then put in your model, your rows and your reward. --from takes another example: make_sum, smollm2 or
+qwen3_8b. Exit status 2: the folder is there already, or cannot be made.
 """
 
 
@@ -33,23 +39,27 @@ def add_init(commands: command.Commands) -> None:
     init = command.add(commands, "init", run_init, "a folder for a task of your own", _HELP)
     init.add_argument("folder", type=Path, help="to make")
     init.add_argument(
-        "--from", dest="example", choices=NAMES, default=OWN, help="example (default: own_task)"
+        "--from", dest="example", choices=[*NEXT], default=OWN, help="example (default: own_task)"
     )
 
 
 def run_init(args: argparse.Namespace, _: list[str]) -> int:
-    """Copy the example; its own files stand in the new folder, whatever they say of the checkout's."""
+    """Copy the example; where its files name each other, they do so from the new folder."""
     folder, example = args.folder, EXAMPLES / args.example
     if folder.exists():
         raise InputError(f"{folder} is there already: name another folder, or remove it")
     if not example.is_dir():
         raise InputError(f"{example} is not there: this installation has no examples")
-    shutil.copytree(example, folder, ignore=shutil.ignore_patterns("__pycache__", "__init__.py"))
+    try:
+        # Scripts for the shell look for the checkout.
+        shutil.copytree(example, folder, ignore=shutil.ignore_patterns("__pycache__", "*.sh"))
+    except (OSError, shutil.Error) as error:
+        raise InputError(f"{folder} cannot be made: {error}") from None
     if args.example == OWN:
         shutil.copytree(EXAMPLES / _MODEL, folder / "model")
     for file in folder.rglob("*"):
-        if file.suffix in (".toml", ".sh", ".md", ".py"):
+        if file.suffix in (".toml", ".md", ".py"):
             text = file.read_text(encoding="utf-8")
             file.write_text(text.replace(f"examples/{args.example}/", ""), encoding="utf-8")
-    print(f"cd {folder} && megatron-fspo train --config run.toml")
+    print(f"{folder} is there. Next, in it: {NEXT[args.example]}")
     return 0

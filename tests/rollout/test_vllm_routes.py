@@ -152,6 +152,19 @@ def test_more_experts_than_a_byte_has_names_for(experts: int, replay: str, fine:
 
 
 @pytest.mark.parametrize(
+    ("lora", "lines"), [({"max_lora_rank": 8}, 0), ({"max_lora_rank": 1}, 1), (None, 1), ({}, 1)]
+)
+def test_a_server_without_adapters_is_refused(lora: object, lines: int) -> None:
+    async def main() -> list[str]:
+        async with FakeServer() as fake:
+            fake.answers[INFO] = {"vllm_config": {"lora_config": lora}}
+            return await absent_servers(VLLM(urls=(fake.url,)), Needs(lora_rank=4))
+
+    said = asyncio.run(main())
+    assert len(said) == lines and all("serve --lora-rank 4" in line for line in said)
+
+
+@pytest.mark.parametrize(
     ("told", "refused"),
     [
         ({"vllm_config": {"aux_output_config": {"enable_return_routed_experts": True}}}, False),
