@@ -140,10 +140,11 @@ test-gpu: $(if $(filter $(VENV)/bin/python,$(PYTHON_GPU)),$(VENV)/.ready)  ## wh
 verify: $(VENV)/.ready  ## the gradient of every parallel layout on 8 CPU processes against one in float64
 	$(VENV)/bin/megatron-fspo verify --nproc 8 --all
 
-lint: $(VENV)/.ready  ## ruff and mypy
+lint: $(VENV)/.ready  ## ruff, mypy, hadolint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/hadolint examples/images/*.Dockerfile
 
 format: $(VENV)/.ready  ## reformat
 	$(VENV)/bin/ruff check --fix .
@@ -162,7 +163,8 @@ evidence: $(VENV)/.ready vllm $(SMOLLM2)/checkpoint/config.json runs/words/check
 	$(VENV)/bin/python docs/make_evidence.py
 
 site: $(VENV_SITE)/.ready  ## the pages and the docstrings as a site, in build/site
-	NO_MKDOCS_2_WARNING=1 $(VENV_SITE)/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV_SITE)/bin/mkdocs build
+	$(VENV_SITE)/bin/python docs/site_check.py build/site
 
 bench: $(VENV)/.ready  ## memory and time of the log-prob head
 	$(VENV)/bin/python benchmarks/logprob_head.py

@@ -186,9 +186,9 @@ def cosines(
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Means over seeds ± the half width of their 95% t interval; "length", "sign" and "both" as if a response
-    were clipped as often as those are."""
-    names = ("cosine", "random", "length", "sign", "both", "lre_max", "bound")
+    """Means over seeds ± the half width of their 95% t interval; "length" as if a response were clipped as
+    often as its length is. The file has "sign" and "both", too."""
+    names = ("cosine", "random", "length", "lre_max", "bound")
     runs, rows = result["runs"], []
     for key in (key for key in runs[0] if isinstance(runs[0][key], dict)):
         share, band = key.split()

@@ -26,6 +26,8 @@ CLIPPED = 0.2
 RATIOS = (3, 10, 40)
 MIDDLES = (0.01, 0.1, 1.0, 10.0, 100.0)
 """The geometric mean of shortest and longest length, in units of L*."""
+SHOWN = (0.01, 1.0, 100.0)
+"""Those of the table; the file has all."""
 BANDS = {"constant": 0.0, "√L": 0.5, "L": 1.0}
 """Exponent of the width. √(L + L²/L*) has the shape of S itself: its share is CLIPPED at every length."""
 
@@ -48,6 +50,7 @@ def table(result: Mapping[str, Any]) -> str:
             *(f"{row[band][0]:.0%} → {row[band][1]:.0%}" for band in BANDS),
         ]
         for row in result["rows"]
+        if row["middle"] in SHOWN
     ]
     return markdown(["longest / shortest", "middle / L*", *BANDS], cells)
 

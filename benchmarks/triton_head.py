@@ -152,16 +152,12 @@ def builds_table(report: Mapping[str, Any]) -> str:
     rows = [
         [
             f"sm_{one['capability']}: {one['kind']}",
-            one["tile"],
             one["products"] or "none",
-            str(one["registers"]),
             str(one["spilled"]),
-            f"{one['shared'] / 1024:.0f} KiB",
-            str(one["blocks"]),
         ]
         for one in report["builds"]
     ]
-    head = ["", "tile", "products by", "registers", "spilled bytes", "shared memory", "blocks per SM"]
+    head = ["", "products by", "spilled bytes"]
     return markdown(head, rows)
 
 

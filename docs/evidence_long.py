@@ -20,8 +20,8 @@ def long_responses(long: Mapping[str, Any]) -> dict[str, str]:
     low, _, median, _, high = long["lengths"]
     found = {DIFFERENCES[name]: one for name, one in long["differences"].items()}
     first = next(iter(found.values()))
-    places = [at["length"] for at in first["exponents_at"]]
-    moved = DIFFERENCES["three"]
+    one, three = (long["differences"][name] for name in ("one", "three"))
+    clipped = three["losses"]["rloo"]["rates"]
     return {
         "long_responses": str(long["responses"]),
         "long_prompts": str(long["prompts"]),
@@ -33,53 +33,37 @@ def long_responses(long: Mapping[str, Any]) -> dict[str, str]:
         "within_to": f"{first['within']['to']:,}",
         "within_responses": str(first["within"]["responses"]),
         "long_parts": rows(
-            ["S of", "along a response", "over responses", "noise, nats/√token", "signal, nats/token", "L*"]
-            + [f"exponent at {at:,}" for at in places],
+            [
+                "S of",
+                "exponent along a response",
+                "over responses",
+                "noise, nats/√token",
+                "signal, nats/token",
+                "L*",
+            ],
             [
                 [name, ranged(one["within"], ".2f"), ranged(one["exponent"], ".2f")]
                 + [ranged(one[part], ".2g") for part in ("noise", "signal")]
                 + ["none" if one["crossover"] is None else f"{one['crossover']:,.0f}"]
-                + [ranged(at, ".2f") for at in one["exponents_at"]]
                 for name, one in found.items()
             ],
         ),
-        "long_correlation": rows(
-            ["S of", *first["autocorrelation"]],
-            [[name, *(f"{x:.3f}" for x in one["autocorrelation"].values())] for name, one in found.items()],
-        ),
-        "long_checks": rows(
-            ["tokens", "responses", *(f"{name}: outside | predicted | difference" for name in found)],
-            [
-                [span(bins[0]["low"], bins[0]["high"]), str(bins[0]["responses"])]
-                + [
-                    f"{ranged(one['measured'], '.0%')} | {ranged(one['predicted'], '.0%')} | "
-                    "[{:+.0%}, {:+.0%}]".format(*one["difference"])
-                    for one in bins
-                ]
-                for bins in zip(*(one["checks"] for one in found.values()), strict=True)
-            ],
-        ),
+        "correlated_noise": f"{max(map(abs, first['autocorrelation'].values())):.3f}",
+        "correlated_near": f"{one['autocorrelation']['4']:.2f}",
+        "correlated_far": f"{one['autocorrelation']['1024']:.2f}",
         "long_losses": rows(
-            ["", *(f"{name}: LRE mean | above FSPO, a measured" for name in found)],
+            ["", *found],
             [
-                [label]
-                + [
-                    f"{one['losses'][loss]['lre_mean']['value']:.3f} | "
-                    + ("" if loss == "measured" else ranged(one["losses"][loss]["above_measured"], ".3f"))
-                    for one in found.values()
-                ]
+                [label, *(f"{one['losses'][loss]['lre_mean']['value']:.3f}" for one in found.values())]
                 for loss, label in LOSSES.items()
-            ],
+            ]
+            + [["by chance", *(f"{one['losses']['measured']['lre_null']:.3f}" for one in found.values())]],
         ),
-        "long_rates": rows(
-            [f"{moved}, by length", *(span(one["low"], one["high"]) for one in found[moved]["checks"])],
-            [
-                [label, *(f"{rate:.0%}" for rate in found[moved]["losses"][loss]["rates"])]
-                for loss, label in LOSSES.items()
-            ],
-        ),
+        "long_rloo_above": ranged(first["losses"]["rloo"]["above_measured"], "+.3f"),
+        "long_gspo_above": ranged(first["losses"]["gspo"]["above_measured"], "+.3f"),
+        "long_rloo_short": f"{clipped[0]:.0%}",
+        "long_rloo_long": f"{clipped[-1]:.0%}",
         "long_bins": str(len(first["losses"]["measured"]["rates"])),
-        "long_chance": ", ".join(f"{one['losses']['measured']['lre_null']:.3f}" for one in found.values()),
     }
 
 
@@ -87,11 +71,6 @@ def rows(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     """A table in Markdown."""
     lines = [head, ["---"] * " | ".join(head).count(" | ") + ["---"], *body]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def span(low: int, high: int) -> str:
-    """Lengths from the one to the other."""
-    return f"{low:,}–{high:,}" if high > low else f"{low:,}"
 
 
 def ranged(found: Mapping[str, Any], form: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,74 +19,69 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "docs")]
 from evidence_long import long_responses, rows  # noqa: E402
 
-from claims import read_claims  # noqa: E402
-from claims import table as claims_table  # noqa: E402
+from claims import Claim, judge, read_claims, tested  # noqa: E402
 
 TARGET = Path(__file__).with_name("evidence.md")
 RESULTS = ROOT / "benchmarks/results"
 
-BANDS = {
-    "sqrt": "√L, c",
-    "measured": "L^a, a measured",
-    "noise_signal": "√(L + L²/L*)",
-    "constant": "constant",
-    "gspo": "GSPO",
-    "luspo": "LUSPO: GSPO without 1/L",
+PARTS = {
+    "ledger": "ledger",
+    "ledger_growth": "growing responses",
+    "bands": "make-sum",
+    "widths": "make-sum",
+    "losses": "make-sum",
+    "words": "word lists",
+    "words_fresh": "word lists, 2 steps",
+    "words_bf16": "word lists, bf16",
 }
-WIDTHS = {
-    "quarter": "√L, c / 4",
-    "half": "√L, c / 2",
-    "double": "√L, 2 c",
-    "quadruple": "√L, 4 c",
-    "none": "no clip",
-    "dual_clip": "√L, length-fair dual clip",
-    "drift": "√L, drift k3",
-    "cppo": "CPPO",
-    "pnpo": "PNPO",
-}
-BAND_COLUMNS = {
-    "clipped": "clipped",
-    "lre_signed": "LRE clipped",
-    "lre_within_sign": "within a sign",
-    "ess": "ESS",
+"""Sweep → its name in the table of claims."""
+FIGURES = {
+    "accuracy/long_held_out": "accuracy, long",
+    "accuracy/short_held_out": "accuracy, short",
+    "lre_within_sign": "LRE",
+    "clipped_more": "change of clip rate",
     "reward_last": "reward",
-    "accuracy_after": "held-out accuracy",
-    "length_last": "response length",
 }
-LEDGER = {
+RELATIONS = {"above": ">", "below": "<", "equal": "≈"}
+ARMS = {
     "sqrt": "√L",
     "none": "no clip",
-    "random": "as many at random",
+    "random": "random clip",
     "constant": "constant",
     "linear": "L",
     "noise_signal": "√(L + L²/L*)",
+    "measured": "L^a",
+    "gspo": "GSPO",
+    "luspo": "LUSPO",
+    "quarter": "c/4",
+    "half": "c/2",
+    "double": "2c",
+    "quadruple": "4c",
+    "dual_clip": "dual clip",
+    "drift": "drift",
+    "cppo": "CPPO",
+    "pnpo": "PNPO",
 }
+MAKE_SUM = (
+    "sqrt measured noise_signal constant gspo luspo "
+    "quarter half double quadruple none dual_clip drift cppo pnpo"
+)
+LEDGER = "sqrt none random constant linear noise_signal"
+GROWTH = "sqrt constant linear"
+"""Not noise_signal: its runs are those of sqrt where no L* is measured."""
 LEDGER_COLUMNS = {
-    "clipped": "clipped",
+    "lre_within_sign": "LRE",
     "accuracy/short_held_out": "accuracy, short",
     "accuracy/long_held_out": "accuracy, long",
-    "ess": "ESS",
-    "lre_signed": "LRE clipped",
-    "lre_within_sign": "within a sign",
-    "lre_within_update": "within a step",
-    "by_sign": "between signs",
-    "by_update": "between steps",
 }
 GROWTH_COLUMNS = {
-    "clipped": "clipped",
-    "clipped_more": "more in the last quarter",
-    "accuracy/short_held_out": "accuracy, short",
+    "clipped_more": "change",
     "accuracy/long_held_out": "accuracy, long",
-    "ess": "ESS",
 }
-WORDS_COLUMNS = {
-    "clipped": "clipped",
-    "lre_signed": "LRE clipped",
-    "lre_within_sign": "within a sign",
-    "ess": "ESS",
+WORDS = {"words": "16", "words_fresh": "2", "words_bf16": "16, bf16"}
+REWARD_COLUMNS = {
+    "lre_within_sign": "LRE",
     "reward_last": "reward",
-    "accuracy/short_held_out": "accuracy, short",
-    "accuracy/long_held_out": "accuracy, long",
 }
 SHORT = 40
 """Tokens of a short response of the ledger at most."""
@@ -103,20 +98,22 @@ def read(name: str) -> dict[str, Any]:
 def render() -> str:
     """The page."""
     bands, ledger, growth = (read(f"evidence_{part}") for part in ("bands", "ledger", "ledger_growth"))
-    widths, losses = read("evidence_widths"), read("evidence_losses")
+    make_sum = bands["arms"] | read("evidence_widths")["arms"] | read("evidence_losses")["arms"]
     covered = read("interval_coverage")
     wrong = [*covered["verdicts"].values()]
+    sqrt = ledger["arms"]["sqrt"]
     return TEMPLATE.read_text(encoding="utf-8").format(
         cpu=bands["machine"]["cpu"],
         torch=bands["machine"]["torch"],
         mcore=bands["machine"]["megatron-core"],
         preregistered=claims_table(read_claims()),
-        ledger=table(ledger["arms"], LEDGER, LEDGER_COLUMNS),
-        ledger_families=by_family(ledger),
-        growth=table(growth["arms"], {arm: LEDGER[arm] for arm in growth["arms"]}, GROWTH_COLUMNS),
+        ledger=table(ledger["arms"], LEDGER, LEDGER_COLUMNS, families(ledger)),
+        ledger_lre=f"{sqrt['lre_signed']['value']:.2f}",
+        ledger_by_sign=f"{sqrt['by_sign']['value']:.2f}",
+        ledger_by_step=f"{sqrt['by_update']['value']:.2f}",
+        growth=table(growth["arms"], GROWTH, GROWTH_COLUMNS),
         growth_steps=growth["sweep"]["keys"]["run"]["steps"],
         growth_lengths="{:.0f} to {:.0f}".format(*growth_lengths(growth)),
-        growth_spikes=spikes(growth),
         ledger_seeds=len(ledger["sweep"]["seeds"]),
         ledger_arms=len(ledger["arms"]),
         ledger_crossovers=crossovers(ledger),
@@ -126,28 +123,59 @@ def render() -> str:
         false_differences=f"{wrong[0]:.1%}",
         false_equalities=f"{wrong[1]:.1%}",
         found_equal=f"{wrong[2]:.0%}",
-        bands=table(bands["arms"], BANDS, BAND_COLUMNS),
+        make_sum=table(make_sum, MAKE_SUM, REWARD_COLUMNS),
         bands_seeds=len(bands["sweep"]["seeds"]),
-        **{part: words_table(part) for part in ("words", "words_fresh", "words_bf16")},
-        widths=table(widths["arms"] | losses["arms"], WIDTHS, BAND_COLUMNS),
-        exponents=", ".join(f"{run['exponent']:.2f}" for run in of_arm(bands, "measured")),
+        words=words_table(),
+        exponents="{:.2f} to {:.2f}".format(*exponents(bands)),
         bands_crossovers=crossovers(bands),
         **long_responses(read("long_responses")),
     )
 
 
-def table(arms: Mapping[str, Any], names: Mapping[str, str], columns: Mapping[str, str]) -> str:
-    """By arm the means over seeds."""
-    lines = [f"| | {' | '.join(columns.values())} |", "|---" * (1 + len(columns)) + "|"]
-    for arm, name in names.items():
-        lines.append(f"| {name} | {' | '.join(mean(arms[arm].get(key)) for key in columns)} |")
+def claims_table(claims: Sequence[Claim]) -> str:
+    """Every claim as the comparison that is tested, with what was measured and its verdict."""
+    tests = tested(claims)
+    body, part = [], ""
+    for claim, test, verdict in zip(claims, tests, judge(claims, tests), strict=True):
+        relation = f"{ARMS[claim.arm]} {RELATIONS[claim.test]} {ARMS[claim.less]}"
+        measured = "" if test is None else f"{test.value:+.3f} ± {test.half_width:.3f}"
+        part, before = PARTS[claim.part], part
+        body.append(
+            [
+                part if part != before else "",
+                f"{FIGURES[claim.figure]}: {relation}",
+                measured,
+                f"{claim.margin:g}",
+                f"**{verdict}**",
+            ]
+        )
+    return rows(["task", "claim", "measured difference", "margin", "verdict"], body)
+
+
+def table(
+    arms: Mapping[str, Any],
+    names: str,
+    columns: Mapping[str, str],
+    more: Mapping[str, Mapping[str, str]] | None = None,
+) -> str:
+    """By arm the share clipped, more columns (head → arm → cell), and means over seeds."""
+    more = more or {}
+    body = []
+    for arm in names.split():
+        cells = [f"{arms[arm]['clipped']['value']:.1%}", *(column[arm] for column in more.values())]
+        body.append([ARMS[arm], *cells, *(mean(arms[arm].get(key)) for key in columns)])
+    return rows(["", "clipped", *more, *columns.values()], body)
+
+
+def words_table() -> str:
+    """The sweeps on lists of words, one below the other."""
+    lines: list[str] = []
+    for part, name in WORDS.items():
+        arms = read(f"evidence_{part}")["arms"]
+        head, rule, *body = table(arms, " ".join(arms), REWARD_COLUMNS).splitlines()
+        lines = lines or [f"| steps {head}", f"| --- {rule}"]
+        lines += [f"| {'' if number else name} {line}" for number, line in enumerate(body)]
     return "\n".join(lines)
-
-
-def words_table(part: str) -> str:
-    """Of a sweep on lists of words."""
-    arms = read(f"evidence_{part}")["arms"]
-    return table(arms, {arm: LEDGER[arm] for arm in arms}, WORDS_COLUMNS)
 
 
 def seeds_needed(found: Mapping[str, Any], arm: str, less: str, figure: str, margin: float) -> int:
@@ -157,27 +185,34 @@ def seeds_needed(found: Mapping[str, Any], arm: str, less: str, figure: str, mar
 
 
 def coverage(found: Mapping[str, Any]) -> str:
-    """Shares of samples in which intervals held the truth: a table for each kind of figure."""
+    """Least and largest share of samples in which an interval held the truth, over the populations."""
     kinds = {
-        "accuracy": {"by response": "as if independent", "ours": "ours", "paired": "ours, of a gain"},
-        "lre": {"mean": "LRE mean", "max": "LRE max"},
-        "parts": {"noise": "noise of S", "signal": "signal of S"},
+        "accuracy, if responses were independent": ("accuracy", ["by response"]),
+        "accuracy, ours": ("accuracy", ["ours"]),
+        "gain in accuracy": ("accuracy", ["paired"]),
+        "LRE": ("lre", ["mean", "max"]),
+        "noise and signal of S": ("parts", ["noise", "signal"]),
     }
-    return "\n\n".join(
-        rows(
-            [kind, *labels.values()],
-            [[name, *(f"{shares[key]:.1%}" for key in labels)] for name, shares in found[kind].items()],
-        )
-        for kind, labels in kinds.items()
-    )
+    body = []
+    for label, (kind, keys) in kinds.items():
+        shares = [one[key] for one in found[kind].values() for key in keys]
+        body.append([label, f"{min(shares):.1%} to {max(shares):.1%}"])
+    return rows(["interval of", "held the truth"], body)
 
 
 def crossovers(found: Mapping[str, Any]) -> str:
     """The L* that the seeds measured."""
     values = [run["crossover"] for run in of_arm(found, "noise_signal")]
     known = [value for value in values if value is not None]
-    none = f"none in {len(values) - len(known)} of {len(values)} seeds"
-    return f"from {min(known):,.0f} to {max(known):,.0f} tokens, and {none}"
+    missing = len(values) - len(known)
+    none = f" (none in {missing} of {len(values)} seeds)" if missing else ""
+    return f"{min(known):,.0f} to {max(known):,.0f} tokens{none}"
+
+
+def exponents(found: Mapping[str, Any]) -> tuple[float, float]:
+    """The least and the largest exponent that the seeds measured."""
+    values = [run["exponent"] for run in of_arm(found, "measured")]
+    return min(values), max(values)
 
 
 def growth_lengths(found: Mapping[str, Any]) -> tuple[float, float]:
@@ -185,22 +220,17 @@ def growth_lengths(found: Mapping[str, Any]) -> tuple[float, float]:
     return found["arms"]["sqrt"]["length_first"]["value"], found["arms"]["sqrt"]["length_last"]["value"]
 
 
-def spikes(found: Mapping[str, Any]) -> str:
-    """Median over seeds of the largest gradient norm of a run over its median, by arm."""
-    by_arm = {arm: np.median(by_seed(found, arm, "grad_norm_spike")) for arm in found["arms"]}
-    return ", ".join(f"{LEDGER[arm]} {value:.1f}" for arm, value in by_arm.items())
-
-
-def by_family(found: Mapping[str, Any]) -> str:
-    """Share of the responses with an advantage that is clipped, in either family of the ledger."""
-    body = []
-    for arm, name in LEDGER.items():
-        rates = [one["value"] for one in found["arms"][arm]["clipped_rates"]]
-        families = ([], [])
+def families(found: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Share clipped in either family of the ledger, by arm."""
+    shares: dict[str, dict[str, str]] = {"of short": {}, "of long": {}}
+    for arm, figures in found["arms"].items():
+        rates = [one["value"] for one in figures["clipped_rates"]]
+        split: tuple[list[float], list[float]] = ([], [])
         for length, rate in zip(found["lengths"], rates, strict=True):
-            families[length > SHORT].append(rate)
-        body.append([name, *(f"{sum(family) / len(family):.0%}" for family in families)])
-    return rows(["clipped, of A ≠ 0", "short", "long"], body)
+            split[length > SHORT].append(rate)
+        for column, family in zip(shares.values(), split, strict=True):
+            column[arm] = f"{sum(family) / len(family):.0%}"
+    return shares
 
 
 def mean(found: Mapping[str, float] | None) -> str:

@@ -13,14 +13,21 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/verify")]
 HEAD = """\
 # What verify catches
 
-Each of these faults is put into the production code on all ranks of a layout, one at a time; `verify`
-must fail and name its cause first; without the fault the same case must pass.
-`make test PYTEST_ARGS=tests/verify/test_faults.py` runs them on four gloo processes, in float64 and float32
-({one} of {all} show in one of the two only). Made by `make docs` from `tests/verify/faults_of_loss.py` and
-`faults_of_model.py`.
+For anyone who asks what `megatron-fspo verify` detects, and what a cause that it names can mean.
 
-| fault | on | cause that is named first |
-|---|---|---|
+The tests put each of these {all} faults into the production code, one at a time, on four gloo processes, in
+float64 and float32 ({one} show in only one). `verify` must name this cause first, and pass without the
+fault:
+
+```
+make test PYTEST_ARGS=tests/verify/test_faults.py
+```
+
+| cause named first | fault |
+|---|---|
+"""
+TAIL = """
+**Next**: [Parallelism](parallelism.md)
 """
 
 
@@ -28,12 +35,17 @@ def render() -> str:
     """The page."""
     from faults import FAULTS
 
-    rows = []
+    by_cause: dict[str, list[str]] = {}
     for fault in FAULTS.values():
         text = (inspect.getdoc(fault.patch) or "").partition("\n\n")[0].replace("\n", " ").rstrip(".")
-        rows.append(f"| {text} | {fault.layout}{', tied' if fault.tied else ''} | {fault.cause} |")
+        by_cause.setdefault(fault.cause, []).append(text)
+    rows = [
+        f"| {'' if number else f'`{cause}`'} | {text} |"
+        for cause, texts in by_cause.items()
+        for number, text in enumerate(texts)
+    ]
     one = sum(len(fault.dtypes) == 1 for fault in FAULTS.values())
-    return HEAD.format(one=one, all=len(FAULTS)) + "\n".join(rows) + "\n"
+    return HEAD.format(one=one, all=len(FAULTS)) + "\n".join(rows) + "\n" + TAIL
 
 
 if __name__ == "__main__":

@@ -23,23 +23,21 @@ TRAIN = (
     "    --parallel.tensor 1 --parallel.sequence false --log.sequences 128 --run.name gallery"
 )
 REPORT = {
-    "Reward": "Over six steps: a run of this length shows that things work, and nothing else.",
-    "Clip rate": "Level is healthy; a rise towards 100% means steps too large for the band.",
-    "Clip rate by length": "Flat is fair: a bin that leaves the dashed overall rate by more than its bar "
-    "(95%) is a length that the clip favours or punishes.",
-    "Length Reweighting Error": "The mean at the dashed floor: clips depend on length as chance does, "
-    "and no more.",
+    "Reward": "Six steps are too few to show a trend.",
+    "Clip rate": "Level is healthy. A rise towards 100% means steps too large for the band.",
+    "Clip rate by length": "Flat is fair. A bin whose bar (95%) misses the dashed line is clipped too often "
+    "or too rarely.",
+    "Length Reweighting Error": "With the mean at the dashed floor, clipping depends on length no more than "
+    "by chance.",
     "S against √L": "The cloud should widen as the band (black) does.",
-    "Noise σ̂ and width c": "c near 2σ̂ clips the tails ([choosing_c.md](choosing_c.md)).",
+    "Noise σ̂ and width c": "c near 2σ̂ clips the tails ([How to choose c](choosing_c.md)).",
 }
 """Title in the report → what to look for."""
 EXPLAIN = {
-    "Outside, at the same rate": "The same share of the responses for each loss, spread over lengths in "
-    "another way.",
-    "Effective sample size": "Near 1 all responses of a length teach alike, near 0 a few have all the "
-    "gradient.",
-    "Gradient mass": "A loss that counts each response once gives every bin its share of the responses, one "
-    "that counts tokens the share of the tokens.",
+    "Outside, at the same rate": "Each loss leaves the same share outside, at different lengths.",
+    "Effective sample size": "Near 1, responses contribute alike; near 0, a few dominate the gradient.",
+    "Gradient mass": "Losses that count responses follow their share of responses, losses that count tokens "
+    "their share of tokens.",
 }
 """The same of the page of ``explain``."""
 
@@ -80,9 +78,8 @@ def render() -> str:
     return f"""\
 # Gallery
 
-The figures one gets, each with its command. They are from a run of half a minute on one core, recorded in
-[`docs/gallery/run`](gallery/run); made by `make docs`. [metrics.md](metrics.md) says what a healthy run
-shows.
+Read this if you want to see the figures of a run before you make one. They come from a run of half a
+minute on one core ([recorded](gallery/run)):
 
 ```
 {TRAIN}
@@ -90,7 +87,7 @@ shows.
 
 ## `megatron-fspo report`
 
-`train` draws it at its end, and this at any time:
+`train` draws these figures when it ends. To draw them again:
 
 ```
 megatron-fspo report runs/gallery
@@ -104,18 +101,16 @@ megatron-fspo report runs/gallery
 megatron-fspo explain runs/gallery --out runs/gallery-explained
 ```
 
-[explain.md](explain.md) says what the figures are.
-
 {_section(EXPLAIN)}
 
 ## Elsewhere
 
-- `make evidence` draws the [clip rate against length](fairness.svg) of four bands at a matched clip
-  rate: [evidence.md](evidence.md#make-sum-bands-widths-and-losses).
-- `python docs/make_parallelism.py` draws [what is reduced where](parallelism.svg):
-  [parallelism.md](parallelism.md).
-- `megatron-fspo calibrate --config examples/make_sum/run.toml --nproc 2` draws what noise does to the band,
-  in a page of its own: [fp8.md](fp8.md).
+- [Clip rate against length](fairness.svg) at the same overall rate:
+  [Evidence](evidence.md#make-sum-bands-widths-and-losses).
+- `megatron-fspo calibrate --config examples/make_sum/run.toml --nproc 2` draws what noise does to the
+  band: [FP8](fp8.md).
+
+**Next**: [Every metric](metrics.md) · [explain](explain.md)
 """
 
 

@@ -50,6 +50,27 @@ def test_files_and_tests_that_are_named_are_there(page: Path) -> None:
         assert not test or any(f"def {test}(" in file.read_text(encoding="utf-8") for file in files), test
 
 
+def words(page: Path) -> int:
+    """Outside of fences, tables included."""
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return sum(re.search(r"\w", word) is not None for word in text.split())
+
+
+def test_the_pages_stay_short() -> None:
+    readme, docs = REPO / "README.md", sorted(REPO.glob("docs/*.md"))
+    assert len(readme.read_text(encoding="utf-8").splitlines()) <= 150
+    assert sum(map(words, [readme, *docs])) <= 28_000
+
+
+@pytest.mark.parametrize("page", [*REPO.glob("docs/*.md")], ids=lambda page: page.name)
+def test_a_page_says_who_needs_it_and_what_is_next(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    if page.name != "README.md":
+        assert re.search(r"^# .+\n\n(For anyone|Read this) ", text)
+    if page.name != "api.md":
+        assert "\n**Next**: " in text[-600:]
+
+
 FILES = (".toml", ".sh", ".safetensors")
 THEIRS = {"docs/coming_from.md", "docs/adapters.md"}
 """Pages that have keys and metrics of other trainers, too."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import re
 import subprocess
 import sys
 import zipfile
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch import REPO, environment, why
+from megatron_fspo import __version__
 from megatron_fspo.cli import main
 from megatron_fspo.cli.init import NEXT, OWN
 from megatron_fspo.config.loading import load_config
@@ -19,22 +20,58 @@ from megatron_fspo.config.loading import load_config
 pytestmark = pytest.mark.slow
 
 
+TAG = f"v{__version__}"
+
+
+def git(folder: Path, *words: str) -> str:
+    """Output of git in a folder."""
+    who = ("-c", "user.name=tests", "-c", "user.email=tests@localhost")
+    done = subprocess.run(["git", "-C", folder, *who, *words], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder into which the wheel is installed; its dependencies are those of the tests."""
-    folder, source = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("source")
-    # setuptools leaves a copy of what it builds, from which files that are gone would come back.
-    for name in ("megatron_fspo", "examples"):
-        shutil.copytree(REPO / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(REPO / name, source)
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
-    subprocess.run(build, check=True, capture_output=True)
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone with the files of this working tree, tagged with their version."""
+    folder = tmp_path_factory.mktemp("checkout")
+    git(REPO, "clone", "--quiet", "--shared", str(REPO), str(folder))
+    git(folder, "checkout", "--quiet", git(REPO, "stash", "create") or "HEAD")
+    git(folder, "tag", TAG)
+    return folder
+
+
+def release(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, checkout / "tools/release.py", *words]
+    return subprocess.run(program, env=environment(), capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def installed(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which the release's wheel is installed; its dependencies are those of the tests."""
+    folder = tmp_path_factory.mktemp("wheel")
+    done = release(checkout, TAG, "--out", str(folder))
+    assert done.returncode == 0, why(done.stderr)
+    named = re.findall(r"^  (\S+)  [\d,]+ bytes  sha256 [0-9a-f]{64}$", done.stdout, re.MULTILINE)
+    assert named == sorted(path.name for path in folder.iterdir()) and len(named) == 2
     (wheel,) = folder.glob("*.whl")
     target = folder / "installed"
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "install", "--no-deps", "--target", str(target), str(wheel)], check=True)
     return target
+
+
+def test_a_release_has_one_version_and_overwrites_nothing(checkout: Path, tmp_path: Path) -> None:
+    assert release(checkout, "v9.9.9").returncode == 2
+    changelog = checkout / "CHANGELOG.md"
+    changelog.write_text(changelog.read_text().replace(f"## {__version__}", "## 9.9.8"))
+    git(checkout, "commit", "--quiet", "--all", "--message", "another version")
+    git(checkout, "tag", "v9.9.8")
+    refused = release(checkout, "v9.9.8", "--out", str(tmp_path / "out"))
+    assert refused.returncode == 2 and "__init__.py" in refused.stderr and __version__ in refused.stderr
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "kept").touch()
+    refused = release(checkout, TAG, "--out", str(tmp_path))
+    assert refused.returncode == 2 and [*tmp_path.iterdir()] == [tmp_path / "kept"]
 
 
 def command(installed: Path, folder: Path, *words: str) -> str:

@@ -117,7 +117,7 @@ CASES = [
     (f"serve --model {MODEL} --lora-rank 600 --vllm {{program}}", ["--lora-rank 600", "512"]),
     (f"serve --model {MODEL} --lora-rank -1 --vllm {{program}}", ["--lora-rank -1"]),
     ("init", ["required: folder"]),
-    ("init {tmp}/bin", ["{tmp}/bin is there already"]),
+    ("init {tmp}/bin", ["{tmp}/bin exists"]),
     ("init {tmp}/file/new", ["{tmp}/file/new cannot be made"]),
     ("init {tmp}/new --from invented", ["invalid choice: 'invented'"]),
     ("convert", ["required: action"]),

@@ -1,14 +1,14 @@
-"""The reward of this task: a right sum, in few steps."""
+"""The reward of this task: a correct sum of few digits."""
 
 from typing import Any
 
 
 def short_sum(prompt: Any, completion: Any, response: str) -> float:
-    """1 for the number of the prompt as a sum of as few digits as there can be, less for every digit more.
+    """1 if the response writes the prompt's number as a sum of the fewest digits, less for more digits.
 
-    A response is groups of three digits: one that is taken off, and two that say what is left.
-    ``prompt.answer`` is the row's, ``prompt.fields`` has all of it; ``response`` is text, without the token
-    that ends it.
+    A response is groups of three characters: a digit to subtract, and the remainder in two digits.
+    ``prompt.answer`` is the row's answer and ``prompt.fields`` its other fields; ``response`` is the text
+    without the end token.
     """
     if completion.finish_reason != "stop" or len(response) % 3 or not response.isdigit():
         return 0.0

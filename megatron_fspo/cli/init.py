@@ -30,7 +30,7 @@ Make a folder to train in: a configuration with comments, a reward, ten rows of 
     cd my-task && megatron-fspo train --config run.toml      # a minute on a CPU
 
 Then put in your model, your rows and your reward. --from takes another example: make_sum, smollm2 or
-qwen3_8b. Exit status 2: the folder is there already, or cannot be made.
+qwen3_8b. Exit status 2: the folder exists, or cannot be made.
 """
 
 
@@ -47,7 +47,7 @@ def run_init(args: argparse.Namespace, _: list[str]) -> int:
     """Copy the example; where its files name each other, they do so from the new folder."""
     folder, example = args.folder, EXAMPLES / args.example
     if folder.exists():
-        raise InputError(f"{folder} is there already: name another folder, or remove it")
+        raise InputError(f"{folder} exists: name another folder, or remove it")
     if not example.is_dir():
         raise InputError(f"{example} is not there: this installation has no examples")
     try:
@@ -61,5 +61,5 @@ def run_init(args: argparse.Namespace, _: list[str]) -> int:
         if file.suffix in (".toml", ".md", ".py"):
             text = file.read_text(encoding="utf-8")
             file.write_text(text.replace(f"examples/{args.example}/", ""), encoding="utf-8")
-    print(f"{folder} is there. Next, in it: {NEXT[args.example]}")
+    print(f"created {folder}; next, in this folder: {NEXT[args.example]}")
     return 0

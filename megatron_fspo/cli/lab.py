@@ -67,9 +67,11 @@ Draw what runs left in their folders as a page: one file, which loads nothing.
 
 A run:                    megatron-fspo report runs/demo
 Several on one page:      megatron-fspo report --compare runs/fspo runs/rloo
+A run in progress:        megatron-fspo report --follow runs/demo
 
 The page of a run is its report/index.html. That of several is <first run>.compare/index.html beside the
-first: the same pictures for all, intervals, and the settings in which they differ.
+first: the same pictures for all, intervals, and the settings in which they differ. --follow serves the page
+to browsers on this machine, drawn again after each step; on a cluster forward the port with ssh -L.
 """
 
 
@@ -260,6 +262,8 @@ def add_report(commands: command.Commands) -> None:
         metavar="PATH",
         help="with --compare: a folder for index.html, or a file that ends in .html",
     )
+    flag("--follow", action="store_true", help="serve the page of a run in progress")
+    flag("--port", type=int, default=8050, metavar="N", help="with --follow (default 8050; 0: any free one)")
 
 
 def run_report(args: argparse.Namespace, _: list[str]) -> int:
@@ -269,7 +273,13 @@ def run_report(args: argparse.Namespace, _: list[str]) -> int:
         raise InputError("report --out: only with --compare; the report of one run is in its folder")
     if not runs:
         raise InputError("report: name the folder of a run, such as runs/demo")
-    if args.compare:
+    if args.follow and args.compare:
+        raise InputError("report --follow: shows one run, not a comparison")
+    if args.follow:
+        from megatron_fspo.lab.report.follow import serve_report
+
+        serve_report(args.folder, args.port, lambda line: print(line, flush=True))
+    elif args.compare:
         from megatron_fspo.lab.report.compare import write_comparison
 
         print(write_comparison(runs, args.out))

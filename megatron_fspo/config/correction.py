@@ -13,43 +13,43 @@ from megatron_fspo.losses.section import Section
 
 
 class NoCorrection(Section):
-    """None: the difference between sampler and trainer is measured, and left as it is."""
+    """Measure the difference only."""
 
     name: Literal["none"] = "none"
 
 
 class TokenTIS(Section):
-    """Truncated importance sampling by token: gradient weight min(exp(delta_t), cap)."""
+    """Truncated importance sampling by token: weight `min(exp(delta_t), cap)`."""
 
     name: Literal["token_tis"] = "token_tis"
     cap: Annotated[float, Field(ge=1)] = Field(2.0, description="largest weight of a token")
 
 
 class IcePop(Section):
-    """IcePop (2510.18855): gradient weight exp(delta_t) of a token; 0 unless low <= exp(delta_t) <= high."""
+    """IcePop (2510.18855): token weight `exp(delta_t)`, 0 outside [low, high]."""
 
     name: Literal["icepop"] = "icepop"
-    low: Annotated[float, Field(gt=0, le=1)] = Field(0.5, description="smallest weight that is kept")
-    high: Annotated[float, Field(ge=1)] = Field(5.0, description="largest weight that is kept")
+    low: Annotated[float, Field(gt=0, le=1)] = Field(0.5, description="smallest weight kept")
+    high: Annotated[float, Field(ge=1)] = Field(5.0, description="largest weight kept")
 
 
 class SequenceTIS(Section):
-    """Truncated importance sampling by sequence: gradient weight min(exp(sum of delta_t), cap)."""
+    """Truncated importance sampling by sequence: weight `min(exp(sum of delta_t), cap)`."""
 
     name: Literal["sequence_tis"] = "sequence_tis"
     cap: Annotated[float, Field(ge=1)] = Field(2.0, description="largest weight of a sequence")
 
 
 class SequenceMask(Section):
-    """Drop a sequence unless low <= exp(sum of delta_t) <= high: more of the long ones."""
+    """Drop sequences with `exp(sum of delta_t)` outside [low, high], more of them long."""
 
     name: Literal["sequence_mask"] = "sequence_mask"
-    low: Annotated[float, Field(gt=0, le=1)] = Field(0.5, description="smallest weight that is kept")
-    high: Annotated[float, Field(ge=1)] = Field(2.0, description="largest weight that is kept")
+    low: Annotated[float, Field(gt=0, le=1)] = Field(0.5, description="smallest weight kept")
+    high: Annotated[float, Field(ge=1)] = Field(2.0, description="largest weight kept")
 
 
 class LengthFairGate(Section):
-    """Drop a sequence unless |sum of delta_t| <= c * sqrt(L): the same share at every length."""
+    """Drop sequences with `abs(sum of delta_t) > c * sqrt(L)`, the same share at every length (ours)."""
 
     name: Literal["length_fair_gate"] = "length_fair_gate"
     c: PositiveFloat = Field(

@@ -40,57 +40,57 @@ def _check_template(template: str) -> str:
 
 
 class _File(Section):
-    file: Path = Field(description="`.parquet`; any other is read as jsonl, one JSON object a line")
+    file: Path = Field(description="`.parquet`; any other suffix is read as jsonl")
     name: str | None = Field(
-        None, pattern=r"^\w[\w.-]*$", description="in metrics and messages; none: the file's, without suffix"
+        None, pattern=r"^\w[\w.-]*$", description="in metrics and messages; default: file name without suffix"
     )
     weight: PositiveFloat | None = Field(
         None,
-        description="share of the training prompts, relative to the other sets; for all sets or for none: "
-        "then every prompt comes equally often",
+        description="relative share of the training prompts; for all sets, or none (every prompt equally "
+        "often)",
     )
-    samples: PositiveInt | None = Field(
-        None, description="responses per prompt of an evaluation set, in place of `evaluation.samples`"
-    )
+    samples: PositiveInt | None = Field(None, description="evaluation only: replaces `evaluation.samples`")
 
 
 class Reading(Section):
     """How the rows of a file become prompts."""
 
     preset: PresetName | None = Field(
-        None, description="format of the file: what the keys down to `system_prompt` are if not given"
+        None, description="file format; sets the defaults of `prompt_key` to `chat_template`"
     )
     prompt_key: str | None = Field(
-        None, description="field of the prompt: text, or a list of chat messages; dots lead into objects"
+        None, description="prompt field: text or chat messages; dots address nested fields"
     )
-    answer_key: str | None = Field(None, description="field of the reference answer: text or a number")
+    answer_key: str | None = Field(None, description="reference answer field: text or number")
     answer_after: str | None = Field(
-        None, description="the answer is what follows the last of these marks; empty: the whole field"
+        None, description="the answer follows the last such mark; empty: the whole field"
     )
     template: Annotated[str, AfterValidator(_check_template)] | None = Field(
         None,
         description="words around the question: `plain` (none), `boxed`, `dapo`, or text with `{prompt}`",
     )
     chat_template: bool | None = Field(
-        None, description="render prompts through the tokenizer's chat template; false: as text (base models)"
+        None, description="apply the tokenizer's chat template; false: plain text, for base models"
     )
     system_prompt: str | None = Field(
-        None, description="first message, with chat_template; empty: none but the file's"
+        None, description="first message, with chat_template; empty: only the file's"
     )
     too_long: Literal["error", "drop"] | None = Field(
-        None, description="a prompt of more than `data.max_prompt_tokens`; dropped ones are counted"
+        None, description="prompts longer than `data.max_prompt_tokens`"
     )
     duplicates: Literal["drop", "keep"] | None = Field(
-        None, description="a prompt that the file has already, with the same answer; dropped ones are counted"
+        None, description="repeated prompts of a file with the same answer"
     )
     conflicts: Literal["error", "drop", "keep"] | None = Field(
         None,
-        description="a prompt that the file has already, with another answer; drop: none of them is taken",
+        description="the same with different answers; drop removes all of them",
     )
 
 
 class DataSet(Reading, _File):
-    """A file. What its table does not say is as `[data]` has it, or else as the preset has it."""
+    """A file. Its table also takes the keys of `[data]` from `preset` to `conflicts`. What it leaves out
+    falls back to `[data]`, then to the preset.
+    """
 
     @property
     def title(self) -> str:
@@ -118,30 +118,28 @@ Files = Annotated[
 
 
 class _Files(Section):
-    train: Files = Field(description="file of training prompts, jsonl or parquet; or `[[data.train]]` tables")
-    validation: Files | None = Field(
-        None, description="file of evaluation prompts; or `[[data.validation]]` tables, a set each"
-    )
+    train: Files = Field(description="training prompts, or `[[data.train]]` tables")
+    validation: Files | None = Field(None, description="evaluation prompts, or `[[data.validation]]` tables")
 
 
 class Data(Reading, _Files):
-    """Prompts: one row of a file each. See [data.md](data.md)."""
+    """Prompts, one per row of a file. See [data.md](data.md)."""
 
     preset: PresetName = Field(
-        "raw", description="format of the files: what the keys down to `system_prompt` are if not given"
+        "raw", description="file format; sets the defaults of `prompt_key` to `chat_template`"
     )
     too_long: Literal["error", "drop"] = Field(
-        "error", description="a prompt of more than `max_prompt_tokens`; dropped ones are counted"
+        "error", description="prompts longer than `data.max_prompt_tokens`"
     )
     duplicates: Literal["drop", "keep"] = Field(
         "drop",
-        description="a prompt that its file has already, with the same answer; dropped ones are counted",
+        description="repeated prompts of a file with the same answer",
     )
     conflicts: Literal["error", "drop", "keep"] = Field(
         "error",
-        description="a prompt that its file has already, with another answer; drop: none of them is taken",
+        description="the same with different answers; drop removes all of them",
     )
-    max_prompt_tokens: PositiveInt = Field(1024, description="longest prompt, see `too_long`")
+    max_prompt_tokens: PositiveInt = Field(1024, description="longest prompt")
     shuffle: bool = Field(True, description="new order every epoch, from `run.seed`")
 
     @property

@@ -10,38 +10,34 @@ from megatron_fspo.losses.section import Section
 
 
 class Environment(Section):
-    """What answers the turns of the policy. See [trajectories.md](trajectories.md)."""
+    """Tools and trajectories of several turns. See [trajectories.md](trajectories.md)."""
 
     name: str | None = Field(
         None,
-        description="`calculator`, `python`, `http`, `agent`, or `package.module:function`; default: none, "
-        "a response is one turn",
+        description="`calculator`, `python`, `http`, `agent`, or `package.module:function`; default: one "
+        "turn per response",
     )
     command: tuple[str, ...] = Field(
-        (), description="of `agent`: a program and its words; one runs with each trajectory"
+        (), description="for `agent`: program and arguments, one process per trajectory"
     )
-    url: str | None = Field(None, description="of the server of tools that `http` asks")
+    url: str | None = Field(None, description="for `http`: the tool server")
     role: str | None = Field(
         None,
-        description="of the chat template, such as `tool` or `user`, for what is inserted; default: it is "
-        "inserted as it is",
+        description="chat role of inserted text (`tool`, `user`); default: inserted unchanged",
     )
-    turns: PositiveInt = Field(8, description="of the policy in a trajectory, at most")
+    turns: PositiveInt = Field(8, description="maximum policy turns per trajectory")
     turn_tokens: PositiveInt | None = Field(
-        None, description="longest turn; default: what is left of `rollout.max_response_tokens`"
+        None, description="longest turn; default: the rest of `rollout.max_response_tokens`"
     )
     context_tokens: PositiveInt | None = Field(
         None,
-        description="that the model reads and writes at most, the prompt included, from the beginning or "
-        "from where the environment forgot; default: `data.max_prompt_tokens` and "
-        "`rollout.max_response_tokens` together",
+        description="longest context of a row, prompt included; default: `data.max_prompt_tokens` + "
+        "`rollout.max_response_tokens`",
     )
-    inserted_tokens: PositiveInt = Field(512, description="of one answer; the rest is cut off")
-    workers: PositiveInt = Field(4, description="processes that answer, for each data-parallel rank")
-    seconds: PositiveFloat = Field(
-        10.0, description="longest time of one answer; its worker, or agent, is then killed"
-    )
-    memory_gb: PositiveFloat = Field(1.0, description="of a worker, beyond what its libraries take")
+    inserted_tokens: PositiveInt = Field(512, description="longest inserted answer; the rest is cut off")
+    workers: PositiveInt = Field(4, description="environment processes per data-parallel rank")
+    seconds: PositiveFloat = Field(10.0, description="timeout of an answer; kills its worker or agent")
+    memory_gb: PositiveFloat = Field(1.0, description="memory of a worker beyond its libraries")
 
     @property
     def most_rows(self) -> int:

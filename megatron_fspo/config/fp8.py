@@ -14,19 +14,19 @@ block's, as Transformer Engine gathers others in bfloat16 under sequence paralle
 
 
 class FP8(Section):
-    """Matrix products of Transformer Engine's layers in FP8.
+    """Matrix products of Transformer Engine layers in FP8.
 
-    Parameters stay in bfloat16 and masters in fp32; head, log-probs and S are as without."""
+    Parameters stay in bfloat16 and master weights in fp32. The head, log-probs and S are computed without
+    FP8.
+    """
 
     recipe: Literal["none", "blockwise", "mxfp8", "tensorwise"] = Field(
         "none",
-        description="how scales are found. blockwise: per 128 values (Hopper); mxfp8: per 32 (Blackwell); "
-        "tensorwise: one per tensor, so that log-probs depend on what else is in the pack",
+        description="scaling; blockwise: per 128 values (Hopper); mxfp8: per 32 (Blackwell); tensorwise: "
+        "per tensor, so log-probs depend on the rest of the pack",
     )
     format: Literal["e4m3", "hybrid"] = Field("e4m3", description="hybrid: gradients in e5m2")
-    first_last_layers_bf16: NonNegativeInt = Field(
-        0, description="so many layers at either end of the model multiply in bfloat16"
-    )
+    first_last_layers_bf16: NonNegativeInt = Field(0, description="layers at each end kept in bfloat16")
 
     @field_validator("recipe", mode="before")
     @classmethod

@@ -14,58 +14,54 @@ Truncated = Literal["keep", "zero_advantage", "drop"]
 
 
 class Reward(Section):
-    """The grade of a response. See [rewards.md](rewards.md)."""
+    """How responses are graded. See [rewards.md](rewards.md)."""
 
     name: str = Field(
-        description="`math`, `reasoning_gym`, `http`, `exact_match`, `make_sum`, `format`, `environment`, or "
-        "`package.module:function`; accuracy is this one's grade"
+        description="`math`, `reasoning_gym`, `http`, `exact_match`, `make_sum`, `format`, "
+        "`environment`, or `package.module:function`; accuracy is this grade"
     )
-    weight: Annotated[float, Field(ge=0)] = Field(1.0, description="of that grade in the reward")
+    weight: Annotated[float, Field(ge=0)] = Field(1.0, description="weight of that grade")
     also: Mapping[str, float] = Field(
         {},
-        description="further rewards and their weights in the sum: "
-        '`{format = 0.1, "my_module:f" = 0.05}`, or `--reward.also.format 0.1`',
+        description='further rewards and their weights: `{format = 0.1, "my_module:f" = 0.05}`, or '
+        "`--reward.also.format 0.1`",
     )
     extract: Extract = Field(
         "auto",
-        description="where the answer stands in a response: the last `\\boxed{}`, what follows the last "
-        "`Answer:` or the last `####`, the last number, or the whole response; auto: the first of the "
-        "first three that is there",
+        description="where the answer is (last match); auto: `\\boxed{}`, else after `Answer:`, else "
+        "after `####`",
     )
-    url: str | None = Field(None, description="of the verifier that `http` asks")
+    url: str | None = Field(None, description="for `http`: the verifier")
     workers: PositiveInt = Field(
-        4, description="processes that grade `math` and `reasoning_gym`, for each data-parallel rank"
+        4, description="grading processes per data-parallel rank, for `math` and `reasoning_gym`"
     )
     seconds: PositiveFloat = Field(
         5.0,
-        description="longest time of one grade in a worker, which is then killed, and of one HTTP request",
+        description="timeout of a grade (its worker is killed) or HTTP request",
     )
-    memory_gb: PositiveFloat = Field(1.0, description="of a worker, beyond what its libraries take")
+    memory_gb: PositiveFloat = Field(1.0, description="memory of a worker beyond its libraries")
     concurrency: PositiveInt | None = Field(
         None,
-        description="calls of functions of your own, or HTTP requests, at a time; default 1024 calls and 64 "
-        "requests. Async functions have no limit",
+        description="concurrent calls of your functions (default 1024) or HTTP requests (default 64); "
+        "async functions have no limit",
     )
     retries: NonNegativeInt = Field(
-        4, description="further HTTP requests after a lost connection, a time-out, 429 or 5xx"
+        4, description="HTTP retries after a lost connection, time-out, 429 or 5xx"
     )
     overlong_tokens: NonNegativeInt = Field(
         0,
-        description="a penalty grows linearly over the last so many tokens before "
-        "`rollout.max_response_tokens` (DAPO's soft overlong punishment); 0: none",
+        description="length of the growing penalty before `rollout.max_response_tokens` (DAPO's soft "
+        "overlong punishment)",
     )
-    overlong_penalty: PositiveFloat = Field(
-        1.0, description="taken from the reward of a response of `rollout.max_response_tokens`"
-    )
+    overlong_penalty: PositiveFloat = Field(1.0, description="penalty at `rollout.max_response_tokens`")
     truncated: Truncated = Field(
         "keep",
-        description="responses cut at `rollout.max_response_tokens`. keep: as the others; zero_advantage: "
-        "they count in their group's mean and teach nothing; drop: not in the mean either",
+        description="responses cut at `rollout.max_response_tokens`; zero_advantage: only count in the "
+        "group mean; drop: not even there",
     )
     max_steps_without_spread: NonNegativeInt = Field(
         10,
-        description="an error when in so many steps in a row no two responses to a prompt had different "
-        "rewards, so that nothing was learned; 0: never",
+        description="stop after this many steps in a row with equal rewards in every group; 0: never",
     )
 
     @field_validator("also", mode="before")

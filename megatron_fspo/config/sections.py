@@ -22,45 +22,43 @@ StopString = Annotated[str, Field(min_length=1), AfterValidator(_whole)]
 
 
 class Run(Section):
-    """Where the run lives and what it repeats."""
+    """Name, place and length of the run."""
 
-    name: str = Field("fspo", pattern=r"^\w[\w.-]*$", description="folder of the run, under `run.folder`")
+    name: str = Field("fspo", pattern=r"^\w[\w.-]*$", description="folder of the run, inside `run.folder`")
     folder: Path = Field(Path("runs"), description="parent folder of all runs")
-    seed: NonNegativeInt = Field(1, description="names every random stream: prompts and samples")
-    steps: PositiveInt = Field(description="rollouts to learn from; one step is one rollout")
+    seed: NonNegativeInt = Field(1, description="seed of data order and sampling")
+    steps: PositiveInt = Field(description="training steps, one rollout each")
 
 
 class Model(Section):
     """The policy."""
 
-    checkpoint: Path = Field(
-        description="checkpoint folder with its tokenizer: Hugging Face, or converted to Megatron"
-    )
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations")
-    backend: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is a GPU")
+    checkpoint: Path = Field(description="Hugging Face or converted Megatron checkpoint, with tokenizer")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of parameters and activations")
+    backend: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is a GPU")
     layers: Literal["auto", "local", "transformer_engine"] = Field(
         "auto",
-        description="auto: Transformer Engine on cuda, local on cpu; local on cuda is slow, to debug with",
+        description="auto: Transformer Engine on cuda, local on cpu; local on cuda is for debugging only",
     )
     head: Literal["auto", "torch", "triton"] = Field(
         "auto",
-        description="log-probs by chunks in torch, or Triton's kernels; auto: these in bfloat16 on cuda",
+        description="log-prob kernels: chunked torch, or Triton; auto: Triton in bfloat16 on cuda",
     )
     recompute: Literal["none", "full"] = Field(
-        "none", description="full: keep only layer inputs, compute each layer again in backward"
+        "none", description="full: keep only layer inputs and recompute layers in backward"
     )
 
 
 class LoRA(Section):
-    """Adapters that are trained in place of the matrices: y = W x + scale * B A x."""
+    """Low-rank adapters, trained instead of the matrices: `y = W x + scale * B A x`."""
 
-    rank: NonNegativeInt = Field(0, description="rows of A; 0: no adapters, all weights are trained")
-    alpha: PositiveFloat = Field(32.0, description="scale = alpha / rank, or alpha / sqrt(rank)")
-    rslora: bool = Field(False, description="alpha / sqrt(rank)")
+    rank: NonNegativeInt = Field(0, description="adapter rank; 0: no adapters, train all weights")
+    alpha: PositiveFloat = Field(32.0, description="scale = alpha / rank")
+    rslora: bool = Field(False, description="scale = alpha / sqrt(rank)")
     targets: tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...] = Field(
-        (), description="matrices; default: all, of a mixture of experts those of attention"
+        (), description="adapted matrices; default: all, or only attention in a mixture of experts"
     )
-    start: Path | None = Field(None, description="folder of adapters, as PEFT writes it, to begin with")
+    start: Path | None = Field(None, description="PEFT adapter folder to start from")
 
     @model_validator(mode="after")
     def _rank_is_given(self) -> LoRA:
@@ -71,37 +69,35 @@ class LoRA(Section):
 
 
 class Parallel(Section):
-    """How one model is spread. Data parallel is what remains of the world size."""
+    """Layout of one model copy. The remaining ranks are data parallel."""
 
-    tensor: PositiveInt = Field(1, description="tensor parallel size; divides heads, KV heads and FFN size")
-    sequence: bool = Field(False, description="sequence parallel: norms and dropout split over tensor ranks")
+    tensor: PositiveInt = Field(
+        1, description="tensor parallel size; must divide heads, KV heads and FFN size"
+    )
+    sequence: bool = Field(False, description="sequence parallel: split norms and dropout over tensor ranks")
     pipeline: PositiveInt = Field(1, description="pipeline stages")
     virtual_pipeline: PositiveInt = Field(
         1,
-        description="model chunks per pipeline stage (interleaved schedule); stages x chunks divides layers",
+        description="model chunks per stage (interleaved schedule); stages x chunks must divide layers",
     )
-    context: PositiveInt = Field(
-        1, description="context parallel size: the tokens of every sequence are spread over so many ranks"
-    )
+    context: PositiveInt = Field(1, description="context parallel size: ranks that share every sequence")
     expert: PositiveInt = Field(
         1,
-        description="expert parallel size: a layer's experts are spread over so many ranks of a pipeline "
-        "stage (tensor x context x data); tensor parallel does not cut them",
+        description="expert parallel size, over a stage's tensor x context x data ranks; experts are not "
+        "tensor parallel",
     )
     distributed_optimizer: bool = Field(
-        False, description="split optimizer state and fp32 weights over data and context parallel ranks"
+        False, description="shard optimizer state and fp32 weights over data and context parallel ranks"
     )
     overlap_grad_reduce: bool = Field(
-        False, description="reduce gradients while the last micro-batch's backward is still running"
+        False, description="reduce gradients during the last micro-batch's backward"
     )
-    collective_seconds: Seconds = Field(
-        600.0, description="longest that a collective may last; for what takes long is waited elsewhere"
-    )
+    collective_seconds: Seconds = Field(600.0, description="timeout of a collective")
     wait_seconds: Seconds = Field(
-        14400.0, description="longest wait for rollouts, grades, files, and for ranks that are busy with them"
+        14400.0, description="timeout for rollouts, grades, files, and ranks busy with them"
     )
     silence_seconds: Annotated[float, Field(ge=1, le=86400)] = Field(
-        40.0, description="a rank that gives no sign of life for so long ends the run"
+        40.0, description="end the run when a rank sends no heartbeat for this long"
     )
 
     @property
@@ -120,14 +116,14 @@ class MoE(Section):
 
     replay: Literal["off", "old_pass", "rollout"] = Field(
         "off",
-        description="experts of a token in the update; off: as its router chooses; old_pass: those of the "
-        "old pass; rollout: those of the sampler, in the old pass too (vllm only)",
+        description="experts used in the update; off: the router's choice; old_pass: those of the "
+        "old-log-prob pass; rollout: the sampler's, also in that pass (vllm only)",
     )
     aux_loss_coef: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="factor of the load-balance loss of each sequence, averaged over sequences"
+        0.0, description="coefficient of the per-sequence load-balance loss"
     )
     z_loss_coef: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="factor of the mean square of the router's log-sum-exp, averaged over sequences"
+        0.0, description="coefficient of the per-sequence z-loss, the mean square of the router's log-sum-exp"
     )
 
     @property
@@ -157,88 +153,87 @@ class Rollout(Section):
     """Sampling during training."""
 
     engine: Literal["embedded", "vllm"] = Field(
-        "embedded", description="embedded: sample from the training model; vllm: from servers, see [vllm]"
+        "embedded", description="sample from the training model, or from servers, see [vllm]"
     )
     prompts: PositiveInt = Field(description="prompts per step, over all ranks")
-    samples: Annotated[int, Field(ge=2)] = Field(8, description="responses per prompt; at least 2")
-    temperature: PositiveFloat = Field(1.0, description="the trainer scores under the same temperature")
+    samples: Annotated[int, Field(ge=2)] = Field(8, description="responses per prompt")
+    temperature: PositiveFloat = Field(
+        1.0, description="sampling temperature; the trainer scores with it too"
+    )
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="below 1 the sampler is not the policy: the old pass of the trainer ignores the cut"
+        1.0, description="below 1, sampler and policy differ: the trainer's log-probs ignore the cut"
     )
     max_response_tokens: PositiveInt = Field(description="longest response, stop token included")
-    stop_token_ids: tuple[NonNegativeInt, ...] = Field(
-        (), description="further tokens that end a response, besides the checkpoint's ends of text"
-    )
+    stop_token_ids: tuple[NonNegativeInt, ...] = Field((), description="stop tokens besides the checkpoint's")
     stop: tuple[StopString, ...] = Field(
         (),
-        description="strings that end a response, with the token that completes the first of them in its "
-        "text; that stays part of it. A vLLM server with a tokenizer stops there; what one without goes on "
-        "to sample is cut off",
+        description="stop strings; a response ends with the token that completes one",
     )
-    max_batch: PositiveInt = Field(256, description="responses decoded side by side (KV-cache rows)")
+    max_batch: PositiveInt = Field(256, description="responses decoded together (KV-cache rows)")
     max_staleness: NonNegativeInt = Field(
         0,
-        description="versions that the weights behind a token may be older than the trainer's; above 0 so "
-        "many steps are sampled ahead, while the trainer learns (vllm only)",
+        description="weight versions a token may be behind the trainer; above 0: sample that many steps "
+        "ahead (vllm only)",
     )
     dynamic_sampling: bool = Field(
         False,
-        description="replace groups whose rewards are all equal, which teach nothing, by those of further "
-        "prompts, until the batch is full",
+        description="replace groups with equal rewards by new prompts until the batch is full",
     )
     max_rounds: Annotated[int, Field(ge=2)] = Field(
-        4, description="with dynamic_sampling: rounds of sampling in a step at most, the first included"
+        4, description="with dynamic_sampling: maximum sampling rounds per step"
     )
     old_log_probs: Literal["recompute", "sampled"] = Field(
         "recompute",
-        description="what S starts from: the trainer's own pass before the first update, or the sampler's "
-        "log-probs without a pass; S then includes mismatch and staleness",
+        description="reference of S: a trainer pass before the first update, or the sampler's log-probs "
+        "(S then includes mismatch and staleness)",
     )
     mismatch_limit: PositiveFloat | None = Field(
         None,
-        description="alarm when trainer and sampler differ by more per token on average, in nats, where "
-        "their weights are the same; default 1e-3 in float32, 0.05 in bfloat16, 0.3 in FP8",
+        description="alarm above this mean log-prob difference per token between trainer and sampler "
+        "with the same weights, in nats; default 1e-3 in float32, 0.05 in bfloat16, 0.3 in "
+        "FP8",
     )
 
 
 class VLLM(Section):
-    """Servers that sample, for `rollout.engine = "vllm"`; `megatron-fspo serve` starts one."""
+    """Sampling servers for `rollout.engine = "vllm"`; `megatron-fspo serve` starts one."""
 
-    urls: tuple[str, ...] = Field(("http://127.0.0.1:8000",), description="the servers", min_length=1)
+    urls: tuple[str, ...] = Field(
+        ("http://127.0.0.1:8000",), description="addresses of the servers", min_length=1
+    )
     discovery: Path | None = Field(
         None,
-        description="in place of urls: the folder of `megatron-fspo serve --announce`; servers come and go",
+        description="folder of `megatron-fspo serve --announce`, instead of urls; servers may come and go",
     )
     transfer: Literal["gloo", "nccl", "disk"] = Field(
-        "gloo", description="how new weights get there: broadcast through the CPU, or by NCCL; or as files"
+        "gloo", description="weight transfer: CPU broadcast, NCCL broadcast, or files"
     )
     address: str | None = Field(
         None,
-        description="name or IP address of the first rank's machine as the servers see it, for gloo and "
-        "nccl; default: its address on the way to the first server of another machine, or 127.0.0.1",
+        description="first rank's host as servers see it (gloo, nccl); default: its address towards the "
+        "first remote server, or 127.0.0.1",
     )
     folder: Path | None = Field(
-        None, description="for disk: a folder that trainer and servers see under the same name"
+        None, description="for disk: folder with the same path on trainer and servers"
     )
     delta: bool = Field(
         False,
-        description="for gloo and nccl: send what changed since the last update; takes a copy of the weights "
-        "in the memory of the first rank's machine, and one per worker of a server",
+        description="for gloo and nccl: send only changed values; needs a copy of the weights in host "
+        "memory on the first rank's machine and per server worker",
     )
-    in_flight: PositiveInt = Field(256, description="responses asked of one server at a time")
+    in_flight: PositiveInt = Field(256, description="concurrent responses per server")
     colocated: bool = Field(
         False,
-        description="servers are on the trainer's GPUs, of `megatron-fspo serve --colocated`: they sleep "
-        "while the trainer trains, and it moves to the host while they sample",
+        description="servers of `megatron-fspo serve --colocated` share the trainer's GPUs, in turns",
     )
     recovery_seconds: PositiveFloat = Field(
-        600.0, description="stop the run when no server has answered for so long"
+        600.0, description="stop the run when no server has answered for this long"
     )
     canary_tolerance: PositiveFloat | None = Field(
         None,
-        description="after an update, largest mean difference in log-prob between trainer and server on "
-        "fixed sequences, in nats; default: 8 times that of the first update, 1e-4 to 1e-2, in float32, and "
-        "2.5 times, 0.25 to 0.5, in bfloat16",
+        description="largest mean log-prob difference between trainer and server after an update, in "
+        "nats; default: 8 times that of the first update (1e-4 to 1e-2) in float32, 2.5 "
+        "times (0.25 to 0.5) in bfloat16",
     )
 
     @model_validator(mode="after")
@@ -251,10 +246,12 @@ class VLLM(Section):
 
 
 class Batch(Section):
-    """How one rollout becomes optimizer steps."""
+    """How a rollout becomes optimizer steps."""
 
-    mini_batches: PositiveInt = Field(4, description="optimizer steps per epoch; divides `rollout.prompts`")
-    epochs: PositiveInt = Field(1, description="passes over one rollout")
+    mini_batches: PositiveInt = Field(
+        4, description="optimizer steps per epoch; must divide `rollout.prompts`"
+    )
+    epochs: PositiveInt = Field(1, description="passes over a rollout")
     max_tokens: PositiveInt = Field(
         16384,
         description="tokens per packed micro-batch, over all context ranks; at least one prompt plus one "
@@ -262,29 +259,29 @@ class Batch(Section):
     )
     balance: Literal["tokens", "attention"] = Field(
         "tokens",
-        description="what micro-batches share out evenly: tokens, or compute with attention's square",
+        description="what micro-batches share evenly: tokens, or compute with attention's square",
     )
     share_prompts: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="compute a prompt once for its responses in a micro-batch, with the same gradients; "
-        "auto: on with local layers; on: with Transformer Engine's, too, where its attention gives way to "
-        "FlashAttention-2; neither with context parallel or losses of the routers",
+        description="compute a prompt once for its responses in a micro-batch; auto: with local layers; "
+        "on: also with Transformer Engine, through FlashAttention-2; not with context "
+        "parallel or router losses",
     )
 
 
 class Optimizer(Section):
-    """Megatron's Adam, with decoupled weight decay."""
+    """Megatron's Adam with decoupled weight decay."""
 
-    lr: PositiveFloat = Field(1e-6, description="peak learning rate, after the warm-up")
+    lr: PositiveFloat = Field(1e-6, description="peak learning rate")
     warmup_steps: NonNegativeInt = Field(0, description="optimizer steps of linear warm-up")
     lr_decay: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="how the learning rate goes on from there"
+        "constant", description="schedule after the warm-up"
     )
     lr_decay_steps: PositiveInt | None = Field(
         None,
-        description="optimizer steps, warm-up included, until it is `lr_min`; default: all of `run.steps`",
+        description="optimizer steps until `lr_min`, with warm-up; default: the whole run",
     )
-    lr_min: Annotated[float, Field(ge=0)] = Field(0.0, description="lowest learning rate of a decay")
+    lr_min: Annotated[float, Field(ge=0)] = Field(0.0, description="learning rate at the end of the decay")
     weight_decay: Annotated[float, Field(ge=0)] = Field(
         0.0, description="of matrices and embeddings; norms and biases have none"
     )
@@ -294,19 +291,18 @@ class Optimizer(Section):
     clip_grad: PositiveFloat = Field(1.0, description="largest global gradient norm")
     max_kl: PositiveFloat = Field(
         1.0,
-        description="stop when the policy is further than this from the one that S starts from, in nats per "
-        "token of a mini-batch (actor/ppo_kl, the k1 estimate)",
+        description="stop when actor/ppo_kl (k1) of a mini-batch is larger, in nats per token",
     )
     skip_norm_ratio: Annotated[float, Field(gt=1)] | None = Field(
         None,
-        description="skip an optimizer step whose gradient norm, before clipping, is more than so many times "
-        "the median of those before it; default: take every step",
+        description="skip optimizer steps whose unclipped gradient norm exceeds this multiple of the "
+        "recent median; default: never",
     )
     skip_window: Annotated[int, Field(ge=8)] = Field(
-        64, description="with skip_norm_ratio: last norms that the median is of; from 8 on steps are judged"
+        64, description="with skip_norm_ratio: norms in that median; active from 8 norms on"
     )
     max_skips: NonNegativeInt = Field(
-        3, description="with skip_norm_ratio: skipped steps in a row that do not end the run"
+        3, description="with skip_norm_ratio: consecutive skips before the run stops"
     )
 
     @model_validator(mode="after")
@@ -335,57 +331,56 @@ class Evaluation(Section):
     )
     samples: PositiveInt = Field(
         4,
-        description="responses per prompt, k of mean@k, pass@k and maj@k; a set may have `samples` of its "
-        "own",
+        description="responses per prompt: k of mean@k, pass@k and maj@k",
     )
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
 class Checkpoint(Section):
-    """What a run can resume from."""
+    """Checkpoints to resume from."""
 
     every: NonNegativeInt = Field(
         10, description="steps between checkpoints, also after the last and on SIGTERM; 0: only then"
     )
     keep: PositiveInt = Field(2, description="newest checkpoints to keep")
     milestones: NonNegativeInt = Field(
-        0, description="every so many steps a checkpoint that is kept for ever, besides the newest; 0: none"
+        0, description="steps between checkpoints that are never deleted; 0: none"
     )
     asynchronous: bool = Field(
         False,
-        description="train on while files are written, from a copy in host memory of each rank's part "
-        "(up to 14 bytes per parameter of it); the checkpoint appears after the step that finds them written",
+        description="write in the background from a host copy of each rank's shard (up to 14 bytes per "
+        "parameter)",
     )
 
 
 class Log(Section):
-    """Besides the console and metrics.jsonl."""
+    """Logs besides the console and `metrics.jsonl`."""
 
     wandb: Literal["off", "offline", "online"] = "off"
-    entity: str | None = Field(None, description="wandb team or user; default: that of the API key")
+    entity: str | None = Field(None, description="wandb team or user; default: the API key's")
     project: str = Field("megatron-fspo", description="wandb project")
-    group: str | None = Field(None, description="wandb group, of runs that belong together")
+    group: str | None = Field(None, description="wandb group")
     tags: tuple[str, ...] = Field((), description="wandb tags")
-    tensorboard: bool = Field(False, description="event files in tensorboard/ of the run's folder")
+    tensorboard: bool = Field(False, description="event files in the run's tensorboard/")
     peak_tflops: PositiveFloat | None = Field(
         None,
-        description="TFLOP/s of one GPU at most, for perf/mfu; default: by the name of the GPU, in bfloat16; "
-        "without either there is no perf/mfu",
+        description="peak TFLOP/s of one GPU, for perf/mfu; default: by the GPU's name, in bfloat16, if "
+        "known",
     )
     profile: tuple[PositiveInt, PositiveInt] | None = Field(
-        None, description="first and last step that torch's profiler records, a trace per rank and step"
+        None, description="first and last step for torch's profiler; one trace per rank and step"
     )
     responses: NonNegativeInt = Field(
-        16, description="per evaluation, so many responses kept in samples.jsonl, with their log-probs"
+        16, description="responses per evaluation in samples.jsonl, with log-probs"
     )
     sequences: NonNegativeInt = Field(
-        1024, description="per step, at most so many (L, S, A, clipped) kept for the report's pictures"
+        1024, description="maximum sequences per step kept for the report's plots"
     )
     tokens: NonNegativeInt = Field(
         0,
-        description="per step, at most so many responses whose token log-probs in every off-policy update go "
-        "to tokens/, for `explain`: some 10 bytes a token and update; 0: none",
+        description="maximum responses per step with token log-probs of each off-policy update in "
+        "tokens/, for `explain` (about 10 bytes per token and update)",
     )
 
     @model_validator(mode="after")

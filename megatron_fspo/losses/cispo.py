@@ -16,16 +16,17 @@ from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_
 
 
 class CISPOLoss(Loss):
-    """CISPO (MiniMax-M1, 2506.13585): the token's ratio, clipped, weighs its gradient; mean over tokens.
+    """CISPO (MiniMax-M1, 2506.13585): weigh each token's gradient by its clipped ratio. The paper does not
+    give its upper limit; the default is ours.
 
-    J_it = sg(clip(r)) A log pi, r = the token's ratio. What is clipped keeps its gradient, at the limit; J is
-    reported as clip(r) A. The paper has no lower limit and does not give its upper one: the default is ours.
+    `J_t = sg(clip(r)) A log pi`, so clipped tokens keep a gradient; mean over tokens. The paper has no
+    lower limit.
     """
 
     VERIFIED: ClassVar = {"cispo": {"eps_low": 0.05, "eps_high": 0.04}}
 
     name: Literal["cispo"] = "cispo"
-    eps_low: UnitInterval | None = Field(None, description="weight >= 1 - eps_low; none: no lower limit")
+    eps_low: UnitInterval | None = Field(None, description="weight >= 1 - eps_low; default: no lower limit")
     eps_high: PositiveFloat = Field(0.28, description="weight <= 1 + eps_high")
 
     def __call__(self, inputs: LossInputs) -> LossTerms:

@@ -40,16 +40,16 @@ class Loss(Section):
     """Keys of a loss with limits that say nothing of what is clipped in a given batch."""
 
     advantage: Literal["leave_one_out", "group_normalized"] = Field(
-        "leave_one_out", description="leave_one_out: RLOO; group_normalized: GRPO's (r - mean) / std"
+        "leave_one_out", description="leave_one_out: RLOO; group_normalized: GRPO's (reward - mean) / std"
     )
     entropy_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="bonus on the mean token entropy")
     kl_coef: Annotated[float, Field(ge=0)] = Field(
         0.0,
-        description="penalty on the KL to `model.checkpoint`, per response token; above 0 that model is "
-        "kept in memory",
+        description="penalty on the KL to `model.checkpoint`, per response token; above 0 keeps that "
+        "model in memory",
     )
     max_nonfinite_share: Share = Field(
-        0.05, description="stop when more than this share of an optimizer step's sequences is not finite"
+        0.05, description="stop when a larger share of an optimizer step's sequences is not finite"
     )
 
     def objective(self) -> PolicyObjective:

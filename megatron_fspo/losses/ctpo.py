@@ -16,11 +16,11 @@ Width = Annotated[float, Field(gt=0, le=3)]
 
 
 class CTPOLoss(Loss):
-    """CTPO (2605.07331): the ratio of all tokens up to token t, clipped to a band that grows as t^exponent.
+    """CTPO (2605.07331): clip each prefix's ratio to a band that grows as t^exponent. Defaults are those of
+    the authors' code.
 
-    J_it = min(e^S_t A, e^clip(S_t) A), S_t = sum of the log-ratios up to t, with clip to
-    [-c_low t^a, c_high t^a]; the gradient of J_it is that of token t alone; mean over tokens. Widths are
-    those of the authors' code, which also cuts S_t off at 10: here a ratio that overflows drops its response.
+    `J_t = min(e^S_t A, e^clip(S_t) A)`, with the gradient of token t alone; mean over tokens. The
+    authors' code also caps S_t at 10; here a ratio that overflows drops its response.
     """
 
     VERIFIED: ClassVar = {"ctpo": {"c_low": 0.04, "c_high": 0.05}}

@@ -16,11 +16,10 @@ from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_
 
 
 class DPPOTVLoss(Loss):
-    """DPPO-Binary-TV (2602.04879): a token counts until its probability has moved by delta the way of A.
+    """DPPO-Binary-TV (2602.04879): drop tokens whose probability has moved by delta in the direction of A.
+    The cap is verl's; the default deltas are ours.
 
-    J_it = sg(min(r, cap)) A log pi, r = the token's ratio; 0 where pi - pi_old > delta_high for A > 0, or
-    < -delta_low for A < 0; mean over tokens. J is reported as min(r, cap) A. The cap is that of verl's
-    implementation; the default deltas are ours.
+    `J_t = sg(min(r, cap)) A log pi`; mean over tokens.
     """
 
     VERIFIED: ClassVar = {"dppo-tv": {"delta_low": 0.0005, "delta_high": 0.001, "cap": 1.06}}

@@ -37,10 +37,10 @@ Width = Annotated[float, Field(gt=0, le=3)]  # a single token's ratio of e^3 = 2
 
 
 class FSPOLoss(Loss):
-    """FSPO (2509.09177): clip the summed log-ratio S to a band that grows as L^exponent.
+    """FSPO (arXiv 2509.09177): clip S to a band that grows as L^exponent; mean over sequences.
 
-    J_i = min(e^S A, e^clip(S) A), with clip to [-c_low w + d L, c_high w + d L], where w = L^exponent, or as
-    `shape` has it; mean over sequences.
+    `J = min(e^S A, e^clip(S) A)`, with clip to [-c_low w + d L, c_high w + d L]. w is L^exponent unless
+    `shape` changes it; d is the drift.
     """
 
     VERIFIED: ClassVar = {
@@ -62,13 +62,13 @@ class FSPOLoss(Loss):
     name: Literal["fspo"] = "fspo"
     unit: Literal["trajectory", "turn"] = Field(
         "trajectory",
-        description="what has one S, L and clip decision: a response, or each turn of it (ours, to compare)",
+        description="what is clipped as a whole: a response, or each turn (ours)",
     )
     c_low: Width = Field(DEFAULT_C, description="lower edge: -c_low * L^exponent + drift * L, in nats")
     c_high: Width = Field(DEFAULT_C, description="upper edge: c_high * L^exponent + drift * L, in nats")
     exponent: Annotated[float, Field(ge=0, le=1)] | Literal["measured"] = Field(
         0.5,
-        description="0.5 in the paper; measured: by `calibrate`, together with the width, within 0.5 and 1",
+        description="0.5 in the paper; measured: by `calibrate` with the width, within 0.5 and 1",
     )
     shape: Literal["power", "noise_signal"] = Field(
         "power",
@@ -76,42 +76,41 @@ class FSPOLoss(Loss):
     )
     crossover: Annotated[float, Field(gt=0)] | Literal["measured"] = Field(
         "measured",
-        description="L* of noise_signal, tokens: where noise and what all tokens share are equal in S; "
-        "measured: by `calibrate`",
+        description="L* of noise_signal: length at which noise and the tokens' common shift are equal in "
+        "S; measured: by `calibrate`",
     )
     temper: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0,
-        description="b of the importance weight exp(S / L^b): 0 is FSPO's, 1 that of the mean log-ratio; the "
-        "clip decisions stay the same",
+        description="b of the importance weight exp(S / L^b): 0 is FSPO; clip decisions do not change",
     )
     calibrate: NonNegativeInt = Field(
         0,
-        description="scale the band to 2 sigma of S / L^exponent, past the warm-up, until two windows of so "
-        "many off-policy mini-batches agree; the ratio of c_low, c_high and c_dual stays",
+        description="after the warm-up, scale the band to 2 sigma of S / L^exponent until two windows of "
+        "this many off-policy mini-batches agree; keeps the ratios of the widths",
     )
     drift: Literal["none", "given", "measured", "k3", "half_variance"] = Field(
         "none",
-        description="centre of the band per token: none, `drift_value`, that of `noise` (for "
-        "rollout.old_log_probs = sampled), -KL (k3), or -sigma^2/2; the last two from a rollout's first "
-        "off-policy update on",
+        description="centre of the band per token: `drift_value`; that of `noise` (needs "
+        "rollout.old_log_probs = sampled); or, from a rollout's first off-policy update on, "
+        "-KL (k3) or -sigma^2/2",
     )
     drift_value: float = Field(0.0, description="nats per token, for drift = given")
     drift_cap: Annotated[float, Field(gt=0)] = Field(
         0.01,
-        description="largest |drift| per token of an estimate, which also never moves the band by more than "
-        "its half width",
+        description="largest absolute drift estimate per token; it never moves the band by more than its "
+        "half width",
     )
     dual_clip: Literal["off", "length_fair", "constant"] = Field(
         "length_fair",
         description="limit of S for A < 0: c_dual * L^exponent, or log(dual_clip_ratio)",
     )
-    noise: Path | None = Field(None, description="file of `megatron-fspo calibrate`: the noise in S here")
+    noise: Path | None = Field(None, description="noise file from `megatron-fspo calibrate`")
     max_noise_clip_rate: Share = Field(
         0.05,
-        description="no run where `noise` alone puts a larger share of responses outside, at any length",
+        description="refuse a run where `noise` alone puts a larger share of responses of any length outside",
     )
     c_dual: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="c_high or more; default: twice it"
+        None, description="at least c_high; default: 2 * c_high"
     )
     dual_clip_ratio: Annotated[float, Field(gt=1)] = Field(3.0, description="for dual_clip = constant")
 

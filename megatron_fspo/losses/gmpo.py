@@ -13,17 +13,16 @@ from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_
 
 
 class GMPOLoss(Loss):
-    """GMPO (2507.20673): the geometric mean of the token ratios, each clipped in log space before.
+    """GMPO (2507.20673): geometric mean of token ratios, clipped in log space.
 
-    J_i = e^(mean of held) A; held = min(log r, eps_high) for A > 0, max(log r, -eps_low) for A < 0, r = the
-    token's ratio; mean over sequences.
+    `J = e^(mean of clipped log r) A`; mean over sequences.
     """
 
     VERIFIED: ClassVar = {"gmpo": {"eps_low": 0.04, "eps_high": 0.05}}
 
     name: Literal["gmpo"] = "gmpo"
-    eps_low: PositiveFloat = Field(0.4, description="log of the token ratio >= -eps_low for A < 0, in nats")
-    eps_high: PositiveFloat = Field(0.4, description="log of the token ratio <= eps_high for A > 0, in nats")
+    eps_low: PositiveFloat = Field(0.4, description="log of the token ratio >= -eps_low for A < 0")
+    eps_high: PositiveFloat = Field(0.4, description="log of the token ratio <= eps_high for A > 0")
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """weight_t = exp(mean of the clipped log-ratios)·A / L, or 0 where the token's own is clipped."""

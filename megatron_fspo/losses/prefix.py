@@ -16,13 +16,13 @@ from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_
 
 
 class CPPOLoss(Loss):
-    """CPPO (2606.10968), Binary-TV: a trust region on probabilities, stricter for early tokens and where the
-    tokens before have moved far.
+    """CPPO (2606.10968), Binary-TV: a trust region on probabilities, stricter for early tokens and after
+    large earlier moves. Defaults are the paper's for post-trained dense models.
 
-    J_it = r A, r = the token's ratio; 0 where r moves away from 1 the way of A and w_t D_t is above delta, or
-    the sum of w D up to t above delta + budget times the sum of w before t. D = |pi - pi_old|, and w falls
-    in equal steps from 1 to last_weight; mean over tokens. Defaults are the paper's for post-trained dense
-    models; its budget for base models, a quantile of each response's D, is not here.
+    `J_t = r A`, and 0 where r has moved from 1 in the direction of A and either `w_t D_t > delta`, or the
+    sum of w D up to t is above delta + budget * (sum of w before t). D = abs(pi - pi_old); w falls
+    linearly from 1 to last_weight; mean over tokens. The paper's budget for base models, a quantile of D,
+    is not implemented.
     """
 
     VERIFIED: ClassVar = {"cppo": {"delta": 0.001, "budget": 0.0002, "last_weight": 0.5}}
@@ -31,8 +31,10 @@ class CPPOLoss(Loss):
     LIMITS: ClassVar = ("delta", "budget")
 
     name: Literal["cppo"] = "cppo"
-    delta: UnitInterval = Field(0.15, description="w_t |pi - pi_old| <= delta for a token")
-    budget: UnitInterval = Field(0.015, description="mean of w |pi - pi_old| that the tokens before may have")
+    delta: UnitInterval = Field(0.15, description="w * abs(pi - pi_old) <= delta for each token")
+    budget: UnitInterval = Field(
+        0.015, description="allowed mean of w * abs(pi - pi_old) over earlier tokens"
+    )
     last_weight: Annotated[float, Field(gt=0, le=1)] = Field(0.8, description="w of the last token")
 
     def _region(self, inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,20 +92,19 @@ class CPPOLoss(Loss):
 
 
 class PNPOLoss(Loss):
-    """PNPO (2608.01418, second-hand): the geometric mean of the ratios up to token t weighs it, and outside
-    of limits rejects it.
+    """PNPO (2608.01418, second-hand): weigh a token by the geometric mean of the ratios up to it, and reject
+    it outside the limits. Limits and mean over tokens are ours.
 
-    J_it = sg(g_t) A log pi, g_t = e^(S_t / t), S_t = sum of the log-ratios up to t; 0 outside of
-    [1 - eps_low, 1 + eps_high], whatever the sign of A; mean over tokens. J is reported as g_t A. The limits
-    and the mean over tokens are ours.
+    `J_t = sg(g) A log pi`, g = e^(S_t / t), and 0 outside [1 - eps_low, 1 + eps_high] whatever the sign
+    of A.
     """
 
     VERIFIED: ClassVar = {"pnpo": {"eps_low": 0.02, "eps_high": 0.03}}
     LIMITS: ClassVar = ("eps_low", "eps_high")
 
     name: Literal["pnpo"] = "pnpo"
-    eps_low: UnitInterval = Field(0.2, description="g_t >= 1 - eps_low")
-    eps_high: PositiveFloat = Field(0.2, description="g_t <= 1 + eps_high")
+    eps_low: UnitInterval = Field(0.2, description="geometric mean >= 1 - eps_low")
+    eps_high: PositiveFloat = Field(0.2, description="geometric mean <= 1 + eps_high")
 
     def prefix_band(self) -> GSPOBand:
         return GSPOBand(eps_low=self.eps_low, eps_high=self.eps_high)

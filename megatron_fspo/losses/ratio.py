@@ -37,7 +37,9 @@ class RatioLoss(Loss):
 
     eps_low: UnitInterval
     eps_high: PositiveFloat
-    dual_clip_ratio: Annotated[float, Field(gt=1)] | None = Field(None, description="limit for A < 0")
+    dual_clip_ratio: Annotated[float, Field(gt=1)] | None = Field(
+        None, description="limit of the ratio for A < 0"
+    )
 
     def band(self) -> ClipBand:
         raise NotImplementedError
@@ -63,9 +65,9 @@ class RatioLoss(Loss):
 
 
 class RLOOLoss(RatioLoss):
-    """RLOO (2402.14740) with a constant band on exp(S), as TRL clips it.
+    """RLOO (2402.14740) with constant limits on e^S, as in TRL.
 
-    J_i = min(r A, clip(r) A), r = e^S; mean over sequences.
+    `J = min(r A, clip(r) A)`, r = e^S; mean over sequences.
     """
 
     VERIFIED: ClassVar = {"rloo": {"dual_clip_ratio": 1.3}}
@@ -91,9 +93,9 @@ class MeanRatioLoss(RatioLoss):
 
 
 class GSPOLoss(MeanRatioLoss):
-    """GSPO (2507.18071): the length-normalised ratio exp(S / L).
+    """GSPO (2507.18071): limits on the length-normalised ratio e^(S / L).
 
-    J_i = min(r A, clip(r) A), r = e^(S / L); mean over sequences.
+    `J = min(r A, clip(r) A)`, r = e^(S / L); mean over sequences.
     """
 
     VERIFIED: ClassVar = {
@@ -105,9 +107,9 @@ class GSPOLoss(MeanRatioLoss):
 
 
 class LUSPOLoss(MeanRatioLoss):
-    """LUSPO (2602.05261): GSPO whose J_i counts L times, so that a response's gradient has no factor 1 / L.
+    """LUSPO (2602.05261): GSPO with J times L, and GSPO's default limits.
 
-    J_i = L min(r A, clip(r) A), r = e^(S / L); mean over sequences. The default limits are GSPO's.
+    A response's gradient then has no factor 1 / L.
     """
 
     VERIFIED: ClassVar = {"luspo": {"eps_low": 0.01, "eps_high": 0.01}}

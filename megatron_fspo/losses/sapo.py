@@ -17,10 +17,10 @@ _LARGEST = 20.0
 
 
 class SAPOLoss(Loss):
-    """SAPO (2511.20347): the token's ratio through a sigmoid whose slope at 1 is that of the ratio itself.
+    """SAPO (2511.20347): a sigmoid gate on the token ratio instead of a clip.
 
-    J_it = 4 / tau sigmoid(tau (r - 1)) A, r = the token's ratio, with tau by the sign of A; mean over each
-    sequence, mean over sequences. Nothing is clipped.
+    `J_t = 4 / tau sigmoid(tau (r - 1)) A`, tau by the sign of A; mean over each sequence, then over
+    sequences.
     """
 
     VERIFIED: ClassVar = {"sapo": {"tau_neg": 4.0}}
@@ -28,7 +28,7 @@ class SAPOLoss(Loss):
 
     name: Literal["sapo"] = "sapo"
     tau_pos: PositiveFloat = Field(1.0, description="tau for A > 0")
-    tau_neg: PositiveFloat = Field(1.05, description="tau for A < 0: a larger one forgets the ratio sooner")
+    tau_neg: PositiveFloat = Field(1.05, description="tau for A < 0; a larger one forgets the ratio sooner")
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """weight_t = 4·p·(1 − p)·r·A with p = sigmoid(τ(r − 1)); mean over each sequence."""

@@ -27,7 +27,9 @@ class TokenLoss(Loss):
     AGGREGATION: ClassVar[Aggregation] = "sequence-mean"
 
     eps_low: UnitInterval = Field(0.2, description="token ratio >= 1 - eps_low")
-    dual_clip_ratio: Annotated[float, Field(gt=1)] | None = Field(None, description="limit for A < 0")
+    dual_clip_ratio: Annotated[float, Field(gt=1)] | None = Field(
+        None, description="limit of the token ratio for A < 0"
+    )
     eps_high: PositiveFloat = Field(0.2, description="token ratio <= 1 + eps_high")
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
@@ -56,9 +58,9 @@ class TokenLoss(Loss):
 
 
 class GRPOLoss(TokenLoss):
-    """GRPO (2402.03300): token ratios, mean over each sequence, mean over sequences.
+    """GRPO (2402.03300): clipped token ratios.
 
-    J_it = min(r A, clip(r) A), r = the token's ratio.
+    `J_t = min(r A, clip(r) A)`; mean over each sequence, then over sequences.
     """
 
     VERIFIED: ClassVar = {
@@ -70,10 +72,7 @@ class GRPOLoss(TokenLoss):
 
 
 class DAPOLoss(TokenLoss):
-    """DAPO (2503.14476): token ratios, clip higher, mean over tokens.
-
-    J_it = min(r A, clip(r) A), r = the token's ratio.
-    """
+    """DAPO (2503.14476): GRPO with a higher upper limit and a mean over tokens."""
 
     VERIFIED: ClassVar = {"dapo": {"eps_low": 0.05, "eps_high": 0.06}}
     AGGREGATION: ClassVar[Aggregation] = "token-mean"
@@ -83,17 +82,17 @@ class DAPOLoss(TokenLoss):
 
 
 class OPSMLoss(TokenLoss):
-    """Off-policy sequence masking (DeepSeek-V3.2, 2512.02556): GRPO, where a response with A < 0 counts only
-    while the mean of -log r over its tokens is at most delta.
+    """Off-policy sequence masking (DeepSeek-V3.2, 2512.02556): GRPO without responses that have A < 0 and -S
+    / L > delta. The default delta is ours.
 
-    What is dropped is in the clip rates as clipped below. Its log-ratios are those to the old policy: to the
-    sampler's with `rollout.old_log_probs` = sampled. The default of delta is ours.
+    Dropped responses count as clipped below. S refers to the old policy, or with `rollout.old_log_probs`
+    = sampled to the sampler.
     """
 
     VERIFIED: ClassVar = {"opsm": {"eps_low": 0.05, "eps_high": 0.05, "delta": 0.01}}
 
     name: Literal["opsm"] = "opsm"
-    delta: PositiveFloat = Field(1e-3, description="drop where A < 0 and -S / L > delta, nats per token")
+    delta: PositiveFloat = Field(1e-3, description="drop if A < 0 and -S / L > delta, in nats per token")
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """GRPO's, with weight 0 for sequences with A < 0 and −S/L > delta. One more collective."""

@@ -15,11 +15,11 @@ from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, weig
 
 
 class VESPOLoss(Loss):
-    """VESPO (2602.10693): the importance weight e^S, through a gamma-shaped kernel that is 1 at S = 0.
+    """VESPO (2602.10693): weigh a response by a gamma-shaped kernel of e^S instead of a clip. temper is
+    ours.
 
-    J_it = sg(phi) A log pi, phi = w^k e^(lambda (1 - w)), w = e^S, with k and lambda by the sign of A; mean
-    over tokens. J is reported as phi A. Nothing is clipped. With `temper` = b > 0 (ours) w = e^(S / L^b): at
-    b = 0.5 noise gives phi the same spread at every length.
+    `J_t = sg(phi) A log pi`, phi = w^k e^(lambda (1 - w)), w = e^(S / L^temper); k and lambda depend on
+    the sign of A; mean over tokens. At temper = 0.5 noise gives phi the same spread at every length.
     """
 
     VERIFIED: ClassVar = {"vespo": {"temper": 0.25}}

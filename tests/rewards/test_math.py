@@ -57,6 +57,24 @@ def test_what_nobody_should_do_algebra_with_goes_to_no_worker(grader: Grader, an
     assert graded(ask(grader, answer, answer)).score == 1.0, "the same text is right all the same"
 
 
+QUIRKS = [
+    (r"x<1 \text{ or } x>2", r"(-\infty,1)\cup(2,\infty)", "wrong", "wrong"),
+    (r"x=5", r"y=5", "wrong", "wrong"),
+    (r"50", r"0.5", "wrong", "wrong"),
+    (r"100", r"100\%", "right", "right"),
+    (r"1", r"100\%", "right", "right"),
+    (r"(1,2)", r"1,2", "right", "right"),
+    (r"\pm 2", r"2,-2", "right", "right"),
+    (r"x", r"X", "right", "right"),
+    (r"ab", r"ba", "right", "right"),
+    (r"evil", r"live", "wrong", "wrong"),
+    (r"\pi", r"3.141593", "right", "right"),
+    (r"\pi", r"3.14", "wrong", "wrong"),
+    (r"-i", r"\frac{1}{i}", "wrong", "wrong"),
+]
+"""As in the table of the documentation, which is shorter."""
+
+
 def table_of_quirks() -> list[tuple[str, str, str, str]]:
     """(one, other, verdict on other where one is the reference, the reverse) of the documentation."""
     text = (REPO / "docs/rewards.md").read_text(encoding="utf-8")
@@ -69,7 +87,7 @@ def table_of_quirks() -> list[tuple[str, str, str, str]]:
 def test_the_documentation_says_what_is_odd(grader: Grader) -> None:
     quirks = table_of_quirks()
     assert len(quirks) > 15 and any(there != back for *_, there, back in quirks)
-    for one, other, there, back in quirks:
+    for one, other, there, back in [*quirks, *QUIRKS]:
         found = [graded(ask(grader, gold, answer)).score for gold, answer in ((one, other), (other, one))]
         assert found == [float(there == "right"), float(back == "right")], (one, other)
 

@@ -33,7 +33,7 @@ MIN_FORM = (policy_objective, "min_form")
 
 @fault(CP, "sum-tokens", *SUMS)
 def cp_sum_skipped(real: Any, values: Tensor, **kwargs: Any) -> Tensor:
-    """S is summed over the tokens of this rank only"""
+    """S sums the tokens of this rank only"""
     return real(values, **kwargs | {"group": ALONE})
 
 
@@ -47,7 +47,7 @@ def cp_sum_twice(real: Any, values: Tensor, **kwargs: Any) -> Tensor:
 
 @fault(DP, "mask", *SUMS)
 def mask_multiplied(real: Any, values: Tensor, *, mask: Tensor, **kwargs: Any) -> Tensor:
-    """S multiplies by the mask, where old log-probs outside it are NaN"""
+    """S multiplies by the mask, with NaN old log-probs outside it"""
     return real(values * mask, mask=torch.ones_like(mask), **kwargs)
 
 
@@ -60,7 +60,7 @@ def mean_for_sum(real: Any, self: Any, inputs: Any) -> Any:
 
 @fault(DP, "sum-rounding", *SUMS)
 def ratios_in_bf16(real: Any, values: Tensor, **kwargs: Any) -> Tensor:
-    """Log-ratios are rounded to bf16 before they are summed"""
+    """Log-ratios are rounded to bf16 before the sum"""
     return real(values.bfloat16().to(values.dtype), **kwargs)
 
 
@@ -98,26 +98,26 @@ def collective_per_sequence(
 
 @fault(CP, "clip", *PREFIX_SUMS, loss="ctpo")
 def prefix_of_this_rank(real: Any, values: Tensor, **kwargs: Any) -> Tensor:
-    """S of a prefix is summed over the tokens of this rank only"""
+    """CTPO: prefixes sum the tokens of this rank only"""
     mine = {"group": ALONE, "borders": kwargs["borders"] // kwargs["group"].size()}
     return real(values, **kwargs | mine)
 
 
 @fault(CP, "clip", segments, "added_up", loss="ctpo", split="1 micro-batch")
 def prefix_one_chunk_off(real: Any, sums: Tensor, group: Any) -> Tensor:
-    """S of a prefix takes each chunk of a sequence for the next one"""
+    """CTPO: prefix sums are off by one context-parallel chunk"""
     return real(sums, group).roll(1, 0) if sums.dim() == 4 and len(sums) == 4 else real(sums, group)
 
 
 @fault(SP, "clip", segments, "_of_earlier_blocks", loss="ctpo")
 def prefix_of_a_row(real: Any, totals: Tensor, owner: Tensor) -> Tensor:
-    """S of a prefix begins anew with every row of a trajectory"""
+    """CTPO: prefixes restart with every row of a trajectory"""
     return torch.zeros_like(totals)
 
 
 @fault(CP, "clip", *COLLATE, loss="fspo-turn")
 def turns_as_one(real: Any, *args: Any) -> MicroBatch:
-    """With S by turn, a clip decides about the whole trajectory"""
+    """S by turn: the clip decides for the whole trajectory"""
     return replace(real(*args), turns=None)
 
 
@@ -138,7 +138,7 @@ def _counting(batch: MicroBatch, **totals: int) -> MicroBatch:
 
 @fault(DP, "weighting", *LOSS)
 def micro_batch_mean(real: Any, self: Any, batch: MicroBatch, *args: Any) -> Any:
-    """The loss is the mean over the sequences of each micro-batch"""
+    """The loss is a mean over each micro-batch"""
     sequences, tokens = max(1, _sequences(batch)), max(1, _tokens(batch))
     counted = _counting(batch, num_sequences=sequences, num_tokens=tokens, packed_tokens=tokens)
     return real(self, counted, *args)
@@ -184,7 +184,7 @@ def epsilon_in_the_mean(real: Any, objective: Tensor, totals: Any) -> Tensor:
 
 @fault(CP, "weighting", policy, "transformer_config", split="8 micro-batches")
 def per_token_loss_off(real: Any, *args: Any, **kwargs: Any) -> Any:
-    """Megatron's calculate_per_token_loss is off"""
+    """calculate_per_token_loss is off"""
     config = real(*args, **kwargs)
     config.calculate_per_token_loss = False
     return config
@@ -204,19 +204,19 @@ def prompt_in_mask(real: Any, sequences: Any, rows: Sequence[int], *rest: Any) -
 
 @fault(CP, "tokens", *COLLATE)
 def inserted_in_mask(real: Any, sequences: Any, *rest: Any) -> MicroBatch:
-    """What an environment inserted is learned"""
+    """Tokens that an environment inserted are trained on"""
     return real(replace(sequences, written=None), *rest)
 
 
 @fault(CP, "attention", *COLLATE)
 def rows_not_apart(real: Any, sequences: Any, *rest: Any) -> MicroBatch:
-    """A row of a trajectory reads those before it"""
+    """Rows of a trajectory attend to earlier rows"""
     return real(replace(sequences, row_starts=None), *rest)
 
 
 @fault(CP, "denominator", *COLLATE)
 def inserted_in_length(real: Any, sequences: Any, *rest: Any) -> MicroBatch:
-    """L counts what an environment inserted"""
+    """L counts tokens that an environment inserted"""
     return real(replace(sequences, lengths=sequences.response_lengths), *rest)
 
 
@@ -229,26 +229,26 @@ def labels_not_shifted(real: Any, *args: Any) -> MicroBatch:
 
 @fault(DP, "sequences", *BACKWARD)
 def micro_batch_dropped(real: Any, self: Any, batches: Sequence[MicroBatch], loss: Any) -> Any:
-    """Rank 1 leaves its last micro-batch out"""
+    """Rank 1 drops its last micro-batch"""
     return real(self, batches[:-1] if dist.get_rank() == 1 else batches, loss)
 
 
 @fault(DP, "sequences", *COLLATE)
 def sequence_twice(real: Any, sequences: Any, rows: Sequence[int], *rest: Any) -> MicroBatch:
-    """Rank 1 trains on a sequence that another rank has too"""
+    """Rank 1 repeats a sequence of another rank"""
     more = [9] if dist.get_rank() == 1 and 9 not in rows else []
     return real(sequences, [*rows, *more], *rest)
 
 
 @fault(CP, "clip", *LOSS, split="1 micro-batch")
 def advantages_of_others(real: Any, self: Any, batch: MicroBatch, *args: Any) -> Any:
-    """The advantages of a micro-batch are in reverse order"""
+    """Advantages are in reverse order"""
     return real(self, replace(batch, advantages=batch.advantages.flip(0)), *args)
 
 
 @fault(DP, "weighting", *BACKWARD)
 def accumulation_lost(real: Any, self: Any, *args: Any) -> Any:
-    """main_grad starts again after the first micro-batch"""
+    """main_grad is reset after the first micro-batch"""
     calls = itertools.count()
 
     def loss(real: Any, own: Any, *args: Any) -> Any:
@@ -266,13 +266,13 @@ def accumulation_lost(real: Any, self: Any, *args: Any) -> Any:
 
 @fault(CP, "clip", policy_objective, "sequence_surrogate")
 def clip_on_the_mean(real: Any, total: Tensor, lengths: Tensor, *rest: Any, **kwargs: Any) -> Any:
-    """The clip looks at the mean log-ratio"""
+    """The clip uses the mean log-ratio"""
     return real(total / lengths.clamp(min=1), lengths, *rest, **kwargs)
 
 
 @fault(CP, "weighting", *MIN_FORM)
 def clipped_keep_gradient(real: Any, *args: Any, **kwargs: Any) -> Any:
-    """A clipped sequence keeps the gradient of the clip's edge"""
+    """Clipped sequences keep the gradient of the band's edge"""
     rows = real(*args, **kwargs)
     scale = args[5]
     return replace(rows, weight=scale * rows.objective)
@@ -280,25 +280,25 @@ def clipped_keep_gradient(real: Any, *args: Any, **kwargs: Any) -> Any:
 
 @fault(DP, "clipped-gradient", *MIN_FORM, loss="all-clipped")
 def all_clipped_keep_gradient(real: Any, *args: Any, **kwargs: Any) -> Any:
-    """The same where all are clipped"""
+    """The gradient is not 0 when all sequences are clipped"""
     rows = real(*args, **kwargs)
     return replace(rows, weight=args[5] * rows.objective)
 
 
 @fault(CP, "clip", FSPOLoss, "_dual_clip", loss="fspo-dual")
 def dual_clip_ignored(real: Any, self: FSPOLoss) -> None:
-    """There is no dual clip"""
+    """The dual clip is missing"""
 
 
 @fault(TP, "clip", FSPOBand, "bounds", loss="fspo-drift")
 def drift_sign(real: Any, self: FSPOBand, lengths: Tensor) -> Any:
-    """The band moves to the wrong side"""
+    """The drift has the wrong sign"""
     return real(replace(self, drift=-self.drift), lengths)
 
 
 @fault(DP, "regularizer", *BACKWARD, loss="grpo-kl")
 def kl_sign(real: Any, self: Any, batches: Sequence[MicroBatch], loss: Any) -> Any:
-    """The KL to the reference policy is a bonus"""
+    """The KL penalty is a bonus"""
     return real(self, batches, replace(loss, kl_coef=-loss.kl_coef))
 
 
@@ -312,5 +312,5 @@ def entropy_over_sequences(real: Any, self: Any, batches: Sequence[MicroBatch], 
 
 @fault(CP, "mask", policy_loss.PolicyLoss, "_kl_gap", figures="actor/kl_loss", loss="grpo-kl")
 def kl_mask_multiplied(real: Any, self: Any, batch: MicroBatch, log_probs: Tensor) -> Tensor:
-    """The KL multiplies by the mask, where reference log-probs outside it are NaN"""
+    """KL multiplies by the mask, with NaN reference log-probs outside it"""
     return (log_probs - batch.reference_log_probs) * batch.mask

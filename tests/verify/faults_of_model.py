@@ -41,13 +41,13 @@ def temperature_ignored(real: Any, *args: Any, **kwargs: Any) -> Any:
 
 @fault(SP, "head", *HEAD)
 def padded_vocabulary(real: Any, *args: Any, vocab_size: int, **kwargs: Any) -> Any:
-    """The rows that pad the vocabulary have probability"""
+    """Padding rows of the vocabulary have probability"""
     return real(*args, vocab_size=vocab_size + 1, **kwargs)
 
 
 @fault(TP, "head", *COMBINE)
 def statistics_not_combined(real: Any, table: Tensor) -> Tensor:
-    """The softmax runs over the vocabulary of tensor rank 0"""
+    """The softmax covers tensor rank 0's vocabulary only"""
     return real(table[:1])
 
 
@@ -64,7 +64,7 @@ def entropy_not_combined(real: Any, table: Tensor) -> Tensor:
 def hidden_gradient_not_reduced(
     real: Any, partial: Tensor, rows: Tensor, dtype: torch.dtype, own: Any
 ) -> Tensor:
-    """The head's gradient of hidden states is that of this tensor rank's vocabulary"""
+    """The hidden-state gradient covers this tensor rank's vocabulary only"""
     return real(partial, rows, dtype, replace(own, group=ALONE))
 
 
@@ -72,14 +72,14 @@ def hidden_gradient_not_reduced(
 def hidden_gradient_not_scattered(
     real: Any, partial: Tensor, rows: Tensor, dtype: torch.dtype, own: Any
 ) -> Tensor:
-    """The same under sequence parallel: a slice without the sum"""
+    """Under sequence parallelism, it is sliced but not summed"""
     full = partial.new_zeros(own.tokens, partial.shape[1]).index_copy_(0, rows, partial)
     return full.chunk(own.group.size())[own.group.rank()].to(dtype)
 
 
 @fault(SP, "collectives", figures="over tp")
 def collective_per_chunk() -> Patch:
-    """The head gathers something after every chunk of tokens"""
+    """The head gathers after every chunk of tokens"""
 
     def chunks(real: Any, self: Any, *args: Any) -> Iterator[Any]:
         for part in real(self, *args):
@@ -97,20 +97,20 @@ def collective_per_chunk() -> Patch:
 
 @fault(CP, "attention", packing, "local_runs")
 def contiguous_chunks(real: Any, padded_lengths: Tensor, rank: int, size: int) -> Tensor:
-    """Each context-parallel rank takes one contiguous chunk of a sequence"""
+    """Context-parallel ranks take contiguous chunks of a sequence"""
     share = padded_lengths[:, None] // size
     return torch.stack([rank * share, (rank + 1) * share], dim=-1)
 
 
 @fault(CP, "attention", rope_utils, "_get_thd_freqs_on_this_cp_rank")
 def rope_from_zero(real: Any, rank: int, size: int, x: Tensor, freqs: Tensor, *offset: Any) -> Tensor:
-    """RoPE counts the tokens of each context-parallel rank from 0"""
+    """RoPE starts from 0 on each context-parallel rank"""
     return freqs[: len(x)]
 
 
 @fault(DP, "attention", policy_loss, "Pack", split="1 micro-batch")
 def packed_as_one(real: Any, **kwargs: Any) -> Any:
-    """Packed sequences see one another"""
+    """Packed sequences attend to one another"""
     borders = kwargs["cu_seqlens_q"][[0, -1]]
     both = {"cu_seqlens_q": borders, "cu_seqlens_kv": borders}
     both["batch"] = replace(kwargs["batch"], borders=borders)
@@ -125,7 +125,7 @@ def future_visible(real: Any, *args: Any) -> Any:
 
 @fault(DP, "attention", policy.Policy, "weights_loaded")
 def weights_of_a_rank(real: Any, self: Any) -> None:
-    """The last norm has another weight on rank 1"""
+    """The last norm differs on rank 1"""
     if dist.get_rank() == 1:
         with torch.no_grad():
             self.chunks[-1].decoder.final_layernorm.weight.mul_(1.01)
@@ -137,13 +137,13 @@ def weights_of_a_rank(real: Any, self: Any) -> None:
 
 @fault(TP, "attention", packed_attention, "calls_of", share=True)
 def prefix_not_seen(real: Any, *args: Any) -> Any:
-    """Responses do not see the prompt that they share, but for its last token"""
+    """Responses see only the last token of a shared prompt"""
     return real(*args)[:1]
 
 
 @fault(TP, "attention", policy_loss, "forward", share=True)
 def rope_off_by_one(real: Any, batch: Any, model: Any) -> Tensor:
-    """RoPE counts a response's tokens from one position before its own, behind a shared prompt"""
+    """RoPE is off by one behind a shared prompt"""
     moved = batch.position_ids.clone()
     for prefix in batch.prefixes:
         moved[:, (batch.segment >= prefix.sequences.start) & (batch.segment < prefix.sequences.stop)] -= 1
@@ -152,7 +152,7 @@ def rope_off_by_one(real: Any, batch: Any, model: Any) -> Tensor:
 
 @fault(TP, "backward", packed_attention, "_gradients", figures="self_attn", share=True)
 def sum_of_a_part(real: Any, slope: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
-    """Backward has the log-sum-exp of a response's own keys, without those of the shared prompt"""
+    """Backward omits the shared prompt from the log-sum-exp"""
     out, logs, call, _, scale = rest
     if call.causal:
         logs = packed_attention._attend(query, key, value, call, scale)[1]
@@ -161,7 +161,7 @@ def sum_of_a_part(real: Any, slope: Tensor, query: Tensor, key: Tensor, value: T
 
 @fault(TP, "backward", packed_attention, "_gradients", figures="self_attn", share=True)
 def prefix_once_per_response(real: Any, *args: Any) -> Any:
-    """Gradients of the keys and values of a shared prompt count once for each response"""
+    """Key and value gradients of a shared prompt count once per response"""
     query, *pair = real(*args)
     call = args[6]
     if not call.causal:
@@ -174,25 +174,25 @@ def prefix_once_per_response(real: Any, *args: Any) -> Any:
 
 @fault(CP, "key-value-gradient", layers, "gather_from_sequence_parallel_region")
 def key_gradients_not_scattered(real: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Gradients of keys and values stay on the context-parallel rank that used them"""
+    """Key and value gradients stay on the context-parallel rank that used them"""
     return real(*args, tensor_parallel_output_grad=False, **kwargs)
 
 
 @fault(CP, "not-reduced", DistributedDataParallel, "finish_grad_sync")
 def gradients_not_reduced(real: Any, *args: Any, **kwargs: Any) -> None:
-    """Gradients are not summed over data and context parallel ranks"""
+    """Gradients are not summed over data- and context-parallel ranks"""
 
 
 @fault(SP, "norms", layers.RMSNorm, "__init__")
 def norms_not_summed(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Gradients of norms are not summed over the ranks of sequence parallel"""
+    """Norm gradients are not summed over sequence-parallel ranks"""
     real(self, *args, **kwargs)
     self.weight.sequence_parallel = False
 
 
 @fault(MOE, "expert-gradient", DistributedDataParallel, "__init__")
 def experts_as_others(real: Any, self: Any, config: Any, settings: Any, module: Any, **kwargs: Any) -> None:
-    """Gradients of experts are summed over the ranks that hold copies of other parameters"""
+    """Expert gradients are summed over the ranks of other parameters"""
     for parameter in module.parameters():
         parameter.allreduce = True
     real(self, config, settings, module, **kwargs)
@@ -200,21 +200,21 @@ def experts_as_others(real: Any, self: Any, config: Any, settings: Any, module: 
 
 @fault(EP, "expert-gradient", DistributedDataParallel, "finish_grad_sync")
 def experts_not_reduced(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Gradients of experts are not summed over the ranks that hold the same"""
+    """Expert gradients are not summed over ranks with the same experts"""
     self.expert_parallel_bucket_groups = []
     real(self, *args, **kwargs)
 
 
 @fault(EP, "router", router.TopKRouter, "__init__", figures="mlp.gate")
 def router_not_summed(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Gradients of routers are not summed over the ranks of sequence parallel"""
+    """Router gradients are not summed over sequence-parallel ranks"""
     real(self, *args, **kwargs)
     self.weight.sequence_parallel = False
 
 
 @fault(SP, "tied-embedding", head, "_deliver", tied=True)
 def tied_gradient_lost(real: Any, weight: Any, total: Tensor) -> Tensor:
-    """Megatron does not add the embedding's gradient to the head's"""
+    """The embedding's gradient is not added to the head's"""
     gradient = real(weight, total)
     weight.zero_out_wgrad = False
     return gradient
@@ -222,25 +222,25 @@ def tied_gradient_lost(real: Any, weight: Any, total: Tensor) -> Tensor:
 
 @fault(DP, "tied-embedding", head, "_accumulator", tied=True, split="uneven")
 def tied_gradient_overwritten(real: Any, weight: Any, dtype: torch.dtype) -> Tensor:
-    """The head's gradient replaces what is in main_grad"""
+    """The head's gradient overwrites main_grad"""
     weight.main_grad.zero_()
     return real(weight, dtype)
 
 
 @fault(PP, "tied-embedding", finalize, "_allreduce_word_embedding_grads", tied=True)
 def tied_stages_not_summed(real: Any, *args: Any, **kwargs: Any) -> None:
-    """The embedding's gradient stays on the first stage, the head's on the last"""
+    """First and last stage do not add their gradients"""
 
 
 @fault(PP, "grad-norm", optimizer, "param_is_not_shared", tied=True, dtypes=(torch.float32,))
 def tied_copy_in_norm(real: Any, parameter: Any) -> bool:
-    """The gradient norm counts the embedding's copy on the last stage"""
+    """The gradient norm counts the last stage's copy of the embedding"""
     return True
 
 
 @fault(MOE, "replay", torch.Tensor, "gather", replay=True)
 def scores_of_chosen_only(real: Any, values: Tensor, dim: int, index: Tensor) -> Tensor:
-    """A given expert that is not among the router's own best weighs 0 and has no gradient"""
+    """Replayed experts outside the router's top choices get weight 0"""
     if values.shape[-1] != MIXTURE.num_experts:
         return real(values, dim, index)
     best = values.topk(index.shape[1], dim=dim).indices
@@ -249,7 +249,7 @@ def scores_of_chosen_only(real: Any, values: Tensor, dim: int, index: Tensor) ->
 
 @fault(EP, "replay", policy.Policy, "with_routers", replay=True)
 def stale_routes(real: Any, self: Any, packs: Any, **options: Any) -> Any:
-    """The update replays the routes of the micro-batch before"""
+    """The update replays the routes of the previous micro-batch"""
     if "routes" in packs.columns:
         first, *others = packs.columns["routes"]
         moved = [first] + [
@@ -262,13 +262,13 @@ def stale_routes(real: Any, self: Any, packs: Any, **options: Any) -> Any:
 
 @fault(EP, "router", policy_router, "megatron_loss", loss="router-losses")
 def losses_per_packed_token(real: Any, objective: Tensor, totals: Any) -> Tensor:
-    """The routers' losses are multiplied by all tokens, and divided by those of the responses"""
+    """Router losses are scaled by the wrong number of tokens"""
     return real(objective, replace(totals, packed_tokens=totals.packed_tokens + 64))
 
 
 @fault("moe.cp2.dp2", "router", policy_router.PolicyRouter, "_losses", loss="router-losses")
 def loads_not_summed(real: Any, self: Any, *args: Any) -> Any:
-    """The load of experts is that of a rank's own tokens of a sequence"""
+    """Expert load counts this rank's tokens only"""
     self.tp_cp_group, group = ALONE, self.tp_cp_group
     try:
         return real(self, *args)
@@ -283,7 +283,7 @@ LORA = "tp2.sp.cp2.lora"
 
 @fault(LORA, "adapter", lora, "_install")
 def whole_factor_of_a_rank(real: Any, module: Any, *args: Any) -> None:
-    """The gradient of the whole factor is that of a tensor-parallel rank's tokens"""
+    """The gradient of the unsharded factor covers one tensor rank's tokens"""
     real(module, *args)
     for factor in module.adapters.parameters():
         vars(factor)["sequence_parallel"] = False
@@ -291,16 +291,16 @@ def whole_factor_of_a_rank(real: Any, module: Any, *args: Any) -> None:
 
 @fault(LORA, "adapter", lora, "_adapters")
 def adapter_scaled_twice(real: Any, arch: Any) -> Any:
-    """What adapters add is scaled twice"""
+    """The adapter's scale is applied twice"""
     return replace(real(arch), scale=real(arch).scale ** 2)
 
 
 @fault(LORA, "adapter", lora, "_in_order")
 def keys_for_values(real: Any, sums: dict[str, Tensor], *args: Any) -> Tensor:
-    """The adapter of keys is that of values"""
+    """Adapters of keys and values are swapped"""
     return real(sums | {"k": sums["v"], "v": sums["k"]} if "k" in sums else sums, *args)
 
 
 @fault("recompute.dp4.lora", "adapter", lora, "_want_gradient")
 def frozen_inputs_recomputed(real: Any, *args: Any) -> None:
-    """Layers are computed again on inputs that want no gradient"""
+    """Recomputed layers get inputs without gradient"""

@@ -70,7 +70,15 @@ _SMALL = {
 
 
 def write_report(folder: Path) -> Path:
-    """Draw ``report/index.html`` from what a run left in its folder, and return its path.
+    """Write ``report/index.html`` into a run's folder, and return its path; errors: :func:`render_report`."""
+    text, page = render_report(folder), folder / "report" / "index.html"
+    page.parent.mkdir(exist_ok=True)
+    page.write_text(text, encoding="utf-8")
+    return page
+
+
+def render_report(folder: Path) -> str:
+    """The page, from what a run has left in its folder so far.
 
     Raises:
         InputError: the folder holds no run, or one without any step.
@@ -81,7 +89,7 @@ def write_report(folder: Path) -> Path:
     if load := next(rows_from_end(folder / ROUTERS), None):
         svgs["expert_load"] = pictures.expert_load(np.array(load["load"]))
     svgs |= _by_length(tail, last, band) if len(last) else {}
-    text = template(Path(__file__).with_name("page.html")).render(
+    return template(Path(__file__).with_name("page.html")).render(
         data=data,
         config=data.config,
         facts=facts(data),
@@ -99,10 +107,6 @@ def write_report(folder: Path) -> Path:
         config_text=(folder / "config.toml").read_text(encoding="utf-8"),
         version=__version__,
     )
-    page = folder / "report" / "index.html"
-    page.parent.mkdir(exist_ok=True)
-    page.write_text(text, encoding="utf-8")
-    return page
 
 
 def fairness_pictures(folder: Path) -> dict[str, str]:

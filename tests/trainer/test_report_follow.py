@@ -1,0 +1,88 @@
+"""``report --follow``: a browser on this machine sees the run as it is now, and no other program does."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launch import environment
+from megatron_fspo.cli import main
+from megatron_fspo.lab.report.follow import report_server
+from report_runs import make_config, write_run
+
+
+@pytest.fixture
+def port(tmp_path: Path) -> Iterator[int]:
+    """Of a server for the run ``known``, which has not begun."""
+    with report_server(tmp_path / "known", 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def get(port: int, path: str = "/", host: str | None = None) -> tuple[int, str, str | None]:
+    """Status, text and the seconds to the next load."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", path, headers={} if host is None else {"Host": host})
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode(), answer.getheader("Refresh")
+
+
+def steps(text: str) -> str:
+    (count,) = re.findall(r"(\d+) of 20", text)
+    return count
+
+
+@pytest.mark.slow
+def test_the_page_follows_the_run_and_is_drawn_once_for_each_step(tmp_path: Path, port: int) -> None:
+    status, text, refresh = get(port)
+    assert status == 200 and str(tmp_path / "known") in text and refresh is not None and int(refresh) > 0
+    run = write_run(make_config(tmp_path), steps=2)
+    assert steps(get(port)[1]) == "2" and not (run / "report").exists()
+    # A change without a step is not looked at: the page is the one that was drawn.
+    (run / "config.toml").rename(run / "gone")
+    assert steps(get(port)[1]) == "2"
+    (run / "gone").rename(run / "config.toml")
+    rows = (run / "metrics.jsonl").read_text().splitlines()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({**json.loads(rows[-1]), "step": 3}) + "\n" + '{"step": 4, "crit')
+    assert steps(get(port)[1]) == "3", "a row half written is none yet"
+
+
+def test_only_the_page_is_served_and_only_to_this_machine(port: int) -> None:
+    assert get(port, "/metrics.jsonl")[0] == get(port, "/../config.toml")[0] == 404
+    assert get(port, host=f"attacker.example:{port}")[0] == 404
+    assert get(port, host=f"localhost:{port}")[0] == 200
+
+
+def test_no_other_machine_reaches_it(tmp_path: Path) -> None:
+    with report_server(tmp_path, 0) as server:
+        assert server.server_address[0] == "127.0.0.1"
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(make_config(tmp_path), steps=1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        assert main(["report", "--follow", str(run), "--port", str(number)]) == 2
+        assert str(number) in capsys.readouterr().err
+    assert main(["report", "--follow", str(run), "--compare", str(run)]) == 2
+    words = [sys.executable, "-m", "megatron_fspo", "report", "--follow", str(run), "--port", "0"]
+    with subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        (number,) = re.findall(r"127\.0\.0\.1:(\d+)/", server.stdout.readline())
+        assert steps(get(int(number))[1]) == "1"
+        os.kill(server.pid, signal.SIGINT)
+    assert server.returncode == 0

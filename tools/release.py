@@ -1,0 +1,77 @@
+"""Build a release from a tag, check it, and print what an upload would send; nothing is sent.
+
+    git tag v0.2.0 && python tools/release.py v0.2.0
+
+Needs the packages ``build`` and ``twine``. The tag, ``megatron_fspo.__version__``, ``CITATION.cff`` and the
+first heading of ``CHANGELOG.md`` must name one version. Files are taken from the tag, not the working tree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PLACES = {
+    "megatron_fspo/__init__.py": r'^__version__ = "(.+)"$',
+    "CITATION.cff": r"^version: (.+)$",
+    "CHANGELOG.md": r"^## (\S+)",
+}
+"""File → where its version stands; of several places the first."""
+
+
+def main() -> int:
+    """Build into ``--out``; exit status 2 says in one line why there is no release."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tag", help="such as v0.2.0")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder)
+        packed = subprocess.run(["git", "-C", ROOT, "archive", args.tag], capture_output=True)
+        if packed.returncode:
+            return refuse(f"git has no {args.tag}: {packed.stderr.decode().strip()}")
+        with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
+            archive.extractall(source, filter="data")
+        for name, version in versions(source).items():
+            if f"v{version}" != args.tag:
+                return refuse(f"{name} at {args.tag} names version {version}")
+        if args.out.exists() and any(args.out.iterdir()):
+            return refuse(f"{args.out} is not empty")
+        subprocess.run([sys.executable, "-m", "build", "--outdir", args.out, source], check=True)
+    files = sorted(args.out.iterdir())
+    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], check=True)
+    print("\nwould upload:")
+    for file in files:
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        print(f"  {file.name}  {file.stat().st_size:,} bytes  sha256 {digest}")
+    print(f"with: {sys.executable} -m twine upload {args.out}/*")
+    return 0
+
+
+def versions(source: Path) -> dict[str, str]:
+    """File → the version that it names, or ``none``."""
+    named = {}
+    for name, pattern in PLACES.items():
+        match = re.search(pattern, (source / name).read_text(encoding="utf-8"), re.MULTILINE)
+        named[name] = match[1] if match else "none"
+    return named
+
+
+def refuse(why: str) -> int:
+    """Say it; the exit status."""
+    print(f"release: {why}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
