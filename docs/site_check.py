@@ -1,6 +1,6 @@
 """Checks of the built site: every page is near the first one, and a search answers what users ask.
 
-    python docs/site_check.py build/site
+python docs/site_check.py build/site
 """
 
 from __future__ import annotations
