@@ -12,7 +12,7 @@ from metrics_page import unknown
 
 @pytest.mark.filterwarnings("ignore")
 def test_its_plots() -> None:
-    program = runpy.run_path(str(REPO / "examples/wandb/report.py"))
+    program = runpy.run_path(str(REPO / "examples/wandb_report/report.py"))
     report = program["build"]("team", "project")
     grids = [block for block in report.blocks if hasattr(block, "panels")]
     panels = [panel for grid in grids for panel in grid.panels]
