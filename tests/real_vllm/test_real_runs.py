@@ -100,6 +100,7 @@ def test_updates_by_disk_in_turns(checkpoint: Path, disk: Served, tmp_path: Path
     assert not list(folder.iterdir())
 
 
+@pytest.mark.long
 def test_a_server_killed_in_the_middle_comes_back_with_current_weights(
     checkpoint: Path, pair: list[Served], tmp_path: Path
 ) -> None:

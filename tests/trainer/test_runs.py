@@ -97,7 +97,12 @@ def stop_within(folder: Path, name: str, place: str, count: int, *extra: str) ->
 
 # 32 responses and four optimizer steps a step; 18 more responses are graded by the evaluation before it.
 @pytest.mark.parametrize(
-    ("place", "count", "every", "done"), [("rollout", 60, 10, 1), ("update", 7, 10, 2), ("update", 7, 1, 1)]
+    ("place", "count", "every", "done"),
+    [
+        pytest.param("rollout", 60, 10, 1, marks=pytest.mark.long),
+        ("update", 7, 10, 2),
+        pytest.param("update", 7, 1, 1, marks=pytest.mark.long),
+    ],
 )
 def test_stopped_within_a_step_and_resumed_gives_the_same_numbers(
     folder: Path, place: str, count: int, every: int, done: int
