@@ -1,8 +1,9 @@
 """The tables of docs/real_model.md, from the runs of ``examples/smollm2/run.sh``.
 
     python benchmarks/real_model.py 1 2 3
+    python benchmarks/real_model.py lora-1 lora-2 lora-3 --out benchmarks/results/real_model_lora.json
 
-The arguments are seeds.
+The arguments are what follows ``smollm2-`` in the names of the runs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ BINS = 4
 def main() -> None:
     """Print the tables; write the figures and the responses."""
     parser = options_of(__doc__)
-    parser.add_argument("seeds", nargs="+", help="of the runs; responses are those of the first")
+    parser.add_argument("seeds", nargs="+", help="names of the runs; responses are those of the first")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/real_model.json")
     args = parser.parse_args()
     found = {seed: figures(seed) for seed in args.seeds}
@@ -31,7 +32,7 @@ def main() -> None:
     print(table(found))
     print(steps_table(found))
     print(clip_table(found))
-    responses = args.out.with_name("real_model_responses.md")
+    responses = args.out.with_name(f"{args.out.stem}_responses.md")
     responses.write_text(examples(args.seeds[0]), encoding="utf-8")
 
 
@@ -63,7 +64,7 @@ def clipping(records: Records) -> dict[str, Any]:
     lre = pooled_lre(records)
     bins = [
         {"low": one.low, "high": one.high, "out_of_band": one.out_of_band}
-        for one in clip_rates(records, BINS)
+        for one in clip_rates(records, num_bins=BINS)
     ]
     return {
         "count": len(records),

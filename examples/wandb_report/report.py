@@ -3,7 +3,8 @@
     pip install wandb-workspaces
     python examples/wandb_report/report.py --entity my-team --project fspo
 
-It shows the runs of the project (``log.project``), grouped by ``log.group``; edit it in the browser afterwards.
+It shows the runs of the project (``log.project``), grouped by ``log.group``.
+Edit it in the browser afterwards.
 """
 
 from __future__ import annotations

@@ -59,9 +59,14 @@ class Config(Section):
 
     @property
     def off_policy_updates(self) -> int:
-        """Optimizer steps per rollout before which S need not be 0."""
-        updates = self.batch.mini_batches * self.batch.epochs
-        return updates if self.rollout.old_log_probs == "sampled" else updates - 1
+        """Optimizer steps per rollout whose S a band is measured from.
+
+        Before the first of them S is 0. From the sampler's log-probs it is their mismatch alone, which says
+        nothing of updates: it is measured where there is no other, or the sampler may be older.
+        """
+        updates, rollout = self.batch.mini_batches * self.batch.epochs, self.rollout
+        first = rollout.old_log_probs == "sampled" and (rollout.max_staleness > 0 or updates == 1)
+        return updates if first else updates - 1
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Config:

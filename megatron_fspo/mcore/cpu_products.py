@@ -8,6 +8,7 @@ exact: their sums differ in order.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,9 @@ from torch import Tensor
 
 _FEWEST_PRODUCTS = 2**24
 """Of numbers, from which on oneDNN is asked: its first call of a shape takes a millisecond."""
+_NARROWEST = 128
+"""Shortest side of a factor for which it is asked. Below it is no faster, and with the shapes of adapters an
+update took four times as long: it keeps 1,024 compiled shapes, and probably met more."""
 _PIECE_BYTES = 16 * 2**20
 """Of a result that is added to another tensor: it is held beside that."""
 _LARGEST, _SMALLEST, _STEP = 1024, 64, 16
@@ -87,7 +91,9 @@ def _addmm_out(
 
 
 def _is_large(left: Tensor, right: Tensor) -> bool:
-    return left.dtype is torch.float32 and left.numel() * right.shape[1] >= _FEWEST_PRODUCTS
+    rows, inner = left.shape
+    sides = (rows, inner, right.shape[1])
+    return left.dtype is torch.float32 and math.prod(sides) >= _FEWEST_PRODUCTS and min(sides) >= _NARROWEST
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

@@ -237,6 +237,7 @@ def with_packs(run: Training, responses: Rollout, metrics: dict[str, float]) -> 
         sizes=sizes,
         metrics=metrics,
         warm=run.policy.optimizer_steps >= config.optimizer.warmup_steps,
+        moved=metrics["rollout/staleness/max"] > 0,
     )
     if config.rollout.old_log_probs == "sampled":
         sampled = [batch.sampled_log_probs for batch in packs]

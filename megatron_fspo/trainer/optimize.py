@@ -56,6 +56,8 @@ class Step:
     """True if it began after the learning rate's warm-up."""
     on_policy: bool = True
     """S = 0 before the next update: nothing has moved the policy since the old pass."""
+    moved: bool = False
+    """The policy is not the one that sampled: by an update of this rollout, or by earlier ones."""
     updates: list[Update] = field(default_factory=list)
     """One for every optimizer step taken."""
     first: list[SequenceRecord] = field(default_factory=list)
@@ -108,12 +110,14 @@ def optimize(run: Training, step: Step) -> bool:
                     _tell_off_policy(run, wrong, step.rollout)
             else:
                 step.off_policy += records
+            if not step.on_policy and (step.moved or turns == 1):
                 loss, before, kl = run.loss, run.loss.calibrated(), update.metrics["fspo/kl_k3"]
                 observe(loss, records, kl_k3=kl, warm=step.warm, groups=run.groups)
                 if (text := loss.calibrated()) != before:
                     run.log.say(f"step {run.step + 1}: the band from here on: {text}")
             step.updates.append(update)
             step.on_policy = step.on_policy and update.skipped
+            step.moved = step.moved or (update.grad_norm > 0 and not update.skipped)
             progress(1)
             if run.saved == run.step and len(step.updates) < turns and is_stopping(run):
                 return False

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import re
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 
 from launch import REPO, why
 from megatron_fspo.config.loading import load_config
+from megatron_fspo.record.log import read_rows
 from megatron_fspo.trainer.begin import needs_old_pass
 from metrics_page import unknown
 from runs import CONFIG, rows, run
@@ -25,24 +30,45 @@ RUNS = {
     "--correction.c 1e-7",
     "one step, sampled": "--batch.mini-batches 1 --rollout.old-log-probs sampled",
     "top-p": "--rollout.top-p 0.6",
+    "measured": "--rollout.old-log-probs sampled --batch.mini-batches 4 --loss.calibrate 1 "
+    "--optimizer.warmup-steps 0 --run.steps 2",
 }
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], str]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mismatch")
+
+
+@pytest.fixture(scope="module")
+def done(folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
     """Run → metrics of its step, and what it printed."""
-    folder = tmp_path_factory.mktemp("mismatch")
     found = {}
     for name, words in RUNS.items():
         word = name.replace(", ", "-").replace(" ", "-")
         result = run(folder, word, *ONE_RANK.split(), *words.split(), nproc=1)
         assert result.returncode == 0, f"{name}: {why(result.stderr)}"
-        (row,) = rows(folder, word)
-        found[name] = row, result.stdout
+        found[name] = rows(folder, word)[-1], result.stdout
     return found
 
 
 Done = dict[str, tuple[dict[str, Any], str]]
+
+
+@pytest.mark.slow
+def test_the_band_is_measured_after_updates_and_not_from_mismatch_alone(done: Done, folder: Path) -> None:
+    """Before any update S is 1e-6; where that was half of the responses, c was as small."""
+    batches: list[list[float]] = []
+    for step in read_rows(folder / "measured/sequences.jsonl"):
+        by_update: dict[int, list[float]] = {}
+        for update, length, s in zip(step["update"], step["length"], step["log_ratio_sum"], strict=True):
+            by_update.setdefault(update, []).append(abs(s) / math.sqrt(length))
+        still = {update for update, values in by_update.items() if max(values) < 1e-4}
+        assert min(by_update) in still
+        batches += [values for update, values in by_update.items() if update not in still]
+    (first, *_) = re.findall(r"the band from here on: c_low = ([\d.e-]+),", done["measured"][1])
+    sigma = median(value for values in batches[:3] for value in values) / 0.6745
+    assert float(first) == pytest.approx(2 * sigma, rel=1e-3)
 
 
 @pytest.mark.slow
