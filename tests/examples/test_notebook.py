@@ -39,7 +39,7 @@ def printed(path: Path) -> str:
 
 @pytest.mark.slow
 def test_it_runs(tmp_path: Path) -> None:
-    copy = shutil.copy(NOTEBOOK, tmp_path)
+    copy = Path(shutil.copy(NOTEBOOK, tmp_path))
     bin_folder = Path(sys.executable).parent
     where = {
         **environment(),

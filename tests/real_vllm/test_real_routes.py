@@ -29,7 +29,7 @@ from runs import rows, run
 from serving import Served, serving
 from test_real_runs import words
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.long]
 
 ROUTING = Routing(layers=2, experts=4, per_token=2)
 SAMPLES = 8
