@@ -143,7 +143,7 @@ def _default(value: object) -> str:
 
 def _legal(field: FieldInfo) -> str:
     limits = [
-        f"{sign} {getattr(limit, name):g}"
+        f"{sign} {getattr(limit, name):.12g}"
         for limit in [*field.metadata, *_annotated(field.annotation)]
         for name, sign in [LIMITS.get(type(limit).__name__, ("", ""))]
         if name
