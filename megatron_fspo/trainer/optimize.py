@@ -63,6 +63,8 @@ class Step:
     first: list[SequenceRecord] = field(default_factory=list)
     """Records of the first of them, before the policy has moved."""
     off_policy: list[SequenceRecord] = field(default_factory=list)
+    measured: list[SequenceRecord] = field(default_factory=list)
+    """Those of them whose S says what updates do: the band is measured from these."""
     tokens: list[Piece] = field(default_factory=list)
     """Token log-probs of some of the off-policy records, for the run's folder."""
     nonfinite: int = 0
@@ -111,6 +113,7 @@ def optimize(run: Training, step: Step) -> bool:
             else:
                 step.off_policy += records
             if not step.on_policy and (step.moved or turns == 1):
+                step.measured += records
                 loss, before, kl = run.loss, run.loss.calibrated(), update.metrics["fspo/kl_k3"]
                 observe(loss, records, kl_k3=kl, warm=step.warm, groups=run.groups)
                 if (text := loss.calibrated()) != before:

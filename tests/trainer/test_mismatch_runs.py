@@ -59,16 +59,20 @@ Done = dict[str, tuple[dict[str, Any], str]]
 def test_the_band_is_measured_after_updates_and_not_from_mismatch_alone(done: Done, folder: Path) -> None:
     """Before any update S is 1e-6; where that was half of the responses, c was as small."""
     batches: list[list[float]] = []
+    spread: list[float] = []
     for step in read_rows(folder / "measured/sequences.jsonl"):
         by_update: dict[int, list[float]] = {}
         for update, length, s in zip(step["update"], step["length"], step["log_ratio_sum"], strict=True):
             by_update.setdefault(update, []).append(abs(s) / math.sqrt(length))
         still = {update for update, values in by_update.items() if max(values) < 1e-4}
         assert min(by_update) in still
+        moved = [value for update, values in by_update.items() if update not in still for value in values]
+        spread.append(median(moved) / 0.6745)
         batches += [values for update, values in by_update.items() if update not in still]
     (first, *_) = re.findall(r"the band from here on: c_low = ([\d.e-]+),", done["measured"][1])
     sigma = median(value for values in batches[:3] for value in values) / 0.6745
     assert float(first) == pytest.approx(2 * sigma, rel=1e-3)
+    assert done["measured"][0]["fspo/sigma_hat"] == pytest.approx(spread[-1], rel=1e-4)
 
 
 @pytest.mark.slow
