@@ -45,11 +45,13 @@ def main() -> int:
         for name, version in versions(source).items():
             if f"v{version}" != args.tag:
                 return refuse(f"{name} at {args.tag} names version {version}")
-        if args.out.exists() and any(args.out.iterdir()):
-            return refuse(f"{args.out} is not empty")
-        subprocess.run([sys.executable, "-m", "build", "--outdir", args.out, source], check=True)
+        if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
+            return refuse(f"{args.out} is no empty folder")
+        if subprocess.run([sys.executable, "-m", "build", "--outdir", args.out, source]).returncode:
+            return refuse("the build failed, see above")
     files = sorted(args.out.iterdir())
-    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], check=True)
+    if subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files]).returncode:
+        return refuse(f"{args.out} does not pass twine's check, see above")
     print("\nwould upload:")
     for file in files:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()

@@ -4,8 +4,8 @@
 #   docker run --rm fspo-cpu
 #   docker run --rm --interactive --tty --volume "$PWD:/work" --workdir /work fspo-cpu bash
 #
-# BASE may be any Debian 12 or Ubuntu 24.04. With --build-arg PIP_EXTRA_INDEX_URL=<PyTorch's index of builds for
-# CPUs> the image is a third as large.
+# BASE may be another Debian 12. With --build-arg PIP_EXTRA_INDEX_URL=<PyTorch's index of builds for CPUs> no
+# packages of CUDA are installed.
 
 ARG BASE=debian:bookworm-slim
 # hadolint ignore=DL3006

@@ -9,8 +9,8 @@
 set -euo pipefail
 here=/opt/megatron_fspo
 export DEBIAN_FRONTEND=noninteractive PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-step=$1
-shift
+step=${1:-}
+shift || true
 case $step in
 system)
   apt-get update

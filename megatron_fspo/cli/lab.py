@@ -263,7 +263,7 @@ def add_report(commands: command.Commands) -> None:
         help="with --compare: a folder for index.html, or a file that ends in .html",
     )
     flag("--follow", action="store_true", help="serve the page of a run in progress")
-    flag("--port", type=int, default=8050, metavar="N", help="with --follow (default 8050; 0: any free one)")
+    flag("--port", type=int, metavar="N", help="with --follow (default 8050; 0: any free one)")
 
 
 def run_report(args: argparse.Namespace, _: list[str]) -> int:
@@ -275,10 +275,13 @@ def run_report(args: argparse.Namespace, _: list[str]) -> int:
         raise InputError("report: name the folder of a run, such as runs/demo")
     if args.follow and args.compare:
         raise InputError("report --follow: shows one run, not a comparison")
+    if args.port is not None and not args.follow:
+        raise InputError("report --port: only with --follow")
     if args.follow:
         from megatron_fspo.lab.report.follow import serve_report
 
-        serve_report(args.folder, args.port, lambda line: print(line, flush=True))
+        port = 8050 if args.port is None else args.port
+        serve_report(args.folder, port, lambda line: print(line, flush=True))
     elif args.compare:
         from megatron_fspo.lab.report.compare import write_comparison
 

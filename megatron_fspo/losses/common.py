@@ -104,7 +104,7 @@ class Loss(Section):
 
     def check(self, *, off_policy_updates: int, sampled: bool) -> None:
         """Raise ``ValueError`` where the loss does not go with the rest of the configuration: optimizer steps
-        per rollout before which S need not be 0, and whether S starts from the sampler's log-probs."""
+        per rollout that a band is measured from, and whether S starts from the sampler's log-probs."""
 
     def notes(self, *, steps: int, updates: int, off_policy_updates: int, warmup_updates: int) -> list[str]:
         """Return notes for the user, before a run.
@@ -112,7 +112,7 @@ class Loss(Section):
         Args:
             steps: of the run, each with one rollout.
             updates: optimizer steps of each.
-            off_policy_updates: those of them before which S need not be 0.
+            off_policy_updates: those of them that a band is measured from.
             warmup_updates: optimizer steps of the learning rate's warm-up.
         """
         return []

@@ -8,7 +8,6 @@ exact: their sums differ in order.
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +19,6 @@ from torch import Tensor
 
 _FEWEST_PRODUCTS = 2**24
 """Of numbers, from which on oneDNN is asked: its first call of a shape takes a millisecond."""
-_NARROWEST = 128
-"""Shortest side of a factor for which it is asked. Below it is no faster, and with the shapes of adapters an
-update took four times as long: it keeps 1,024 compiled shapes, and probably met more."""
 _PIECE_BYTES = 16 * 2**20
 """Of a result that is added to another tensor: it is held beside that."""
 _LARGEST, _SMALLEST, _STEP = 1024, 64, 16
@@ -91,9 +87,7 @@ def _addmm_out(
 
 
 def _is_large(left: Tensor, right: Tensor) -> bool:
-    rows, inner = left.shape
-    sides = (rows, inner, right.shape[1])
-    return left.dtype is torch.float32 and math.prod(sides) >= _FEWEST_PRODUCTS and min(sides) >= _NARROWEST
+    return left.dtype is torch.float32 and left.numel() * right.shape[1] >= _FEWEST_PRODUCTS
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -124,6 +118,9 @@ def _block(left: Tensor, right: Tensor) -> Tensor:
             left, right = F.pad(left, (0, missing)), F.pad(right, (0, 0, 0, missing))
     elif missing := -rows % _STEP:
         left = F.pad(left, (0, 0, 0, missing))
+    if not (right.is_contiguous() or right.t().is_contiguous()):
+        # Columns of a wider tensor, as adapters of gate and up have them: oneDNN has slow code for these.
+        right = right.contiguous()
     out: Tensor = _linear(left, right.t(), None, "none", [], "")
     return out[:rows]
 

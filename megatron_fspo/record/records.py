@@ -143,6 +143,7 @@ def sigma_of(
 def clip_metrics(
     records: Sequence[SequenceRecord],
     *,
+    measured: Sequence[SequenceRecord] | None = None,
     samples: int,
     seed: int,
     exponent: float = 0.5,
@@ -153,6 +154,7 @@ def clip_metrics(
     Args:
         records: those of the first optimizer step left out where S = 0 by construction (old log-probs from
             the trainer). What was dropped as not finite, and empty responses, count nowhere.
+        measured: those that ``fspo/sigma_hat`` and ``fspo/exponent_fit`` are of; all of them without it.
         samples: responses to a prompt, which go together.
         seed: for the errors of chance behind the null floor of LRE.
         exponent: a of the band, and of σ̂.
@@ -166,7 +168,8 @@ def clip_metrics(
     records = [r for r in records if r.counts]
     if not records:
         return {}
-    sums, lengths = as_tensors(records)
+    lengths = as_tensors(records)[1]
+    spread = records if measured is None else [r for r in measured if r.counts]
     outside = torch.tensor([r.out_of_band for r in records])
     # Sign-aware: a sequence without an advantage can never be clipped and says nothing.
     decided = [r for r in records if r.advantage != 0]
@@ -195,8 +198,8 @@ def clip_metrics(
         "fspo/lre_signed_mean": signed.mean,
         "fspo/lre_signed_max": signed.max,
         "fspo/lre_signed_null": signed.null_mean,
-        "fspo/sigma_hat": sigma_of(records, exponent, crossover) or float("nan"),
-        "fspo/exponent_fit": fit_exponent(sums, lengths),
+        "fspo/sigma_hat": sigma_of(spread, exponent, crossover) or float("nan"),
+        "fspo/exponent_fit": fit_exponent(*as_tensors(spread)) if spread else math.nan,
     }
     for name, stratum in strata.items():
         once = partial(length_reweighting_error, ~clipped, draws=0)

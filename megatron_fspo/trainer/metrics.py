@@ -71,16 +71,14 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
     if config.fp8.recipe != "none":
         metrics["fspo/fp8_modules"] = float(run.fp8_modules)
     band = run.loss.metrics()
-    shape = (band.get("fspo/exponent", 0.5), band.get("fspo/crossover"))
     clips = clip_metrics(
         step.off_policy,
+        measured=step.measured,
         samples=config.rollout.samples,
         seed=config.run.seed,
-        exponent=shape[0],
-        crossover=shape[1],
+        exponent=band.get("fspo/exponent", 0.5),
+        crossover=band.get("fspo/crossover"),
     )
-    if clips:
-        clips["fspo/sigma_hat"] = sigma_of(step.measured, *shape) or math.nan
     for topic, text in run.loss.doubts(clips | band, warm=step.warm).items():
         run.log.warn_once(topic, f"step {run.step + 1}: {text}")
     counted = [record for record in step.off_policy if record.counts]

@@ -78,7 +78,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         number = taken.getsockname()[1]
         assert main(["report", "--follow", str(run), "--port", str(number)]) == 2
         assert str(number) in capsys.readouterr().err
-    assert main(["report", "--follow", str(run), "--compare", str(run)]) == 2
+    for words in (["--compare", str(run)], ["--port", "70000"], ["--port", "-1"]):
+        assert main(["report", "--follow", str(run), *words]) == 2
+    assert (
+        main(["report", "--follow", str(tmp_path / "nowhere")])
+        == main(["report", str(run), "--port", "0"])
+        == 2
+    )
+    assert not (run / "report").exists() and not (tmp_path / "nowhere").exists()
     words = [sys.executable, "-m", "megatron_fspo", "report", "--follow", str(run), "--port", "0"]
     with subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None

@@ -21,8 +21,12 @@ def serve_report(folder: Path, port: int, say: Callable[[str], None]) -> None:
     """Serve the report at ``http://127.0.0.1:<port>/`` until Ctrl-C; port 0: any that is free.
 
     Raises:
-        InputError: the port is taken.
+        InputError: there is no such folder, or the port is taken or none.
     """
+    if not folder.is_dir():
+        raise InputError(f"{folder} is no folder of a run")
+    if not 0 <= port < 2**16:
+        raise InputError(f"report --port {port}: must be from 0 to 65535")
     try:
         server = report_server(folder, port)
     except OSError as error:
@@ -55,7 +59,7 @@ def report_server(folder: Path, port: int) -> ThreadingHTTPServer:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            # A page of another site may have its name resolved to this machine; it is told by that name.
+            # Another site may have its name resolved to this machine; the browser then sends that name.
             if self.path != "/" or self.headers.get("Host", "").partition(":")[0] not in (_HOST, "localhost"):
                 return self.send_error(404)
             body = page().encode()
