@@ -78,6 +78,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         number = taken.getsockname()[1]
         assert main(["report", "--follow", str(run), "--port", str(number)]) == 2
         assert str(number) in capsys.readouterr().err
+        # Nor does a name that was mistyped begin to wait for a run.
+        assert main(["report", "--follow", str(tmp_path / "nowhere"), "--port", str(number)]) == 2
+        assert "nowhere is no folder" in capsys.readouterr().err
     for words in (["--compare", str(run)], ["--port", "70000"], ["--port", "-1"]):
         assert main(["report", "--follow", str(run), *words]) == 2
     assert (
