@@ -1,6 +1,6 @@
 """FSPO (Fair Sequence Policy Optimization) on Megatron-Core.
 
-The objective alone needs torch and nothing else: ``from megatron_fspo.objective import FSPOBand``.
+``megatron_fspo.objective`` depends on torch only: ``from megatron_fspo.objective import FSPOBand``.
 """
 
 __version__ = "0.2.0"

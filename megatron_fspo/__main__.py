@@ -1,4 +1,4 @@
-"""``python -m megatron_fspo`` is ``megatron-fspo``."""
+"""Entry point of ``python -m megatron_fspo``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Errors a user can act on."""
+"""Exceptions that the command line reports without a traceback."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ T = TypeVar("T")
 
 
 class InputError(ValueError):
-    """Something the user gave is wrong: a config key, a file, a checkpoint.
+    """Invalid user input: a configuration key, an argument, a file, a checkpoint.
 
-    The command line prints the message as one line and ends with exit status 2. So the message names
-    the key or file, the value, and what would be right.
+    The command line prints the message as one line and exits with status 2. The message must name the key
+    or file, the value, and what is accepted.
     """
 
 
 class InputErrors(InputError):
-    """Several at once, none of which follows from another; in one line it is the first of them."""
+    """Several independent input errors; the message is the first one and the number of the others."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -26,14 +26,14 @@ class InputErrors(InputError):
 
 
 class Attempts:
-    """Checks, made one after the other, and the problems.
+    """Runs checks and collects their input errors, to report all of them together.
 
     Example::
 
         attempt = Attempts()
-        model = attempt(lambda: read_model(path))  # None where it raises InputError
+        model = attempt(lambda: read_model(path))  # None if it raises InputError
         attempt(lambda: check_folder(folder))
-        attempt.end()  # raises what was wrong, all together
+        attempt.end()  # raises InputErrors if a check failed
     """
 
     def __init__(self) -> None:
@@ -49,22 +49,22 @@ class Attempts:
         return None
 
     def wrong(self, *problems: str) -> None:
-        """Add problems that were found without a check that raises."""
+        """Add problems directly."""
         self._problems += problems
 
     def end(self) -> None:
-        """``InputErrors`` if anything was wrong."""
+        """Raise ``InputErrors`` if there are problems."""
         if self._problems:
             raise InputErrors(self._problems)
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on (too many non-finite sequences, a non-finite gradient). Exit status 1."""
+    """Training cannot continue, for example after a non-finite gradient. Exit status 1."""
 
 
 class RewardError(TrainingError):
-    """The rewards of a rollout are no use. Every rank raises it, so a checkpoint may still be written."""
+    """The rewards of a rollout are unusable. All ranks raise it, so a checkpoint can still be written."""
 
 
 class StopRequested(TrainingError):
-    """The job was asked to stop (SIGTERM), and a wait that may end early did."""
+    """The job received SIGTERM during a wait that can be interrupted."""

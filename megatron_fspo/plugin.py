@@ -1,7 +1,7 @@
-"""FSPO in a Megatron-Core program of your own: all that it needs, in one import.
+"""All that a Megatron-Core training loop of your own needs for FSPO, in one import.
 
-Sequences become packed micro-batches with :func:`pack`; ``PolicyLoss(...).forward_step`` goes to Megatron's
-schedule; what FSPO is comes from :mod:`megatron_fspo.objective`. ``examples/plugin_only`` is such a program.
+:func:`pack` packs sequences into micro-batches; ``PolicyLoss(...).forward_step`` is the forward step for
+Megatron's schedule; bands are in :mod:`megatron_fspo.objective`. Example: ``examples/plugin_only``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The frozen records that cross rooms."""
+"""Frozen records shared by all rooms of the package."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 Decode = Callable[[Sequence[int]], str]
-"""Token ids → their text, special tokens included."""
+"""Token ids → text, special tokens included."""
 
 INSERTED, WRITTEN, ROW_START = range(3)
-"""What a token after the prompt is: :attr:`Completion.kinds`."""
+"""Kinds of tokens after the prompt, see :attr:`Completion.kinds`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,97 +25,97 @@ class Prompt:
     """
 
     index: int
-    """Number of the prompt among those of all training sets, or of all evaluation sets, from 0: its name in
-    logs and in random streams."""
+    """Position among the prompts of all training sets, or of all evaluation sets, from 0. Logs and random
+    streams identify the prompt by it."""
     token_ids: tuple[int, ...]
-    """The tokens that the model reads; never empty."""
+    """The prompt's tokens; never empty."""
     text: str
-    """The tokens as text (after the chat template, if one is used)."""
+    """The tokens as text, after the chat template if there is one."""
     answer: str
-    """The reference that the reward compares the response with."""
+    """Reference answer, for the reward."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """All fields of its row in the data file, as JSON types; for rewards."""
+    """All fields of the row in the data file, as JSON types; for rewards."""
     dataset: str = ""
-    """Name of the data set that it belongs to."""
+    """Name of the data set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """The size of a token's routes in a mixture of experts."""
+    """Sizes of the routes of a mixture of experts: which experts each layer sends a token to."""
 
     layers: int
     experts: int
-    """Of a layer."""
+    """Experts of a layer."""
     per_token: int
-    """k experts of a layer for each token."""
+    """k: experts of a layer that process a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What an environment answers to a turn."""
+    """An environment's reply to a turn."""
 
     token_ids: tuple[int, ...] | None = None
-    """What is inserted before the next turn; None: the trajectory ends here."""
+    """Tokens to insert before the next turn; None: the trajectory ends."""
     restarts: bool = False
-    """The next turn reads these tokens and nothing before them, not even the prompt: they begin a row."""
+    """The inserted tokens begin a new row: they replace the context, prompt included."""
     reward: float | None = None
-    """Of the trajectory, at its end; None: the environment has none."""
+    """Reward of the trajectory, at its end; None: the environment gives none."""
     failed: bool = False
-    """A tool raised, hung or was killed."""
+    """A tool raised an exception, timed out or was killed."""
     seconds: float = field(default=0.0, compare=False)
-    """That it took."""
+    """Time the reply took."""
 
 
 class Environment(Protocol):
-    """Answers the turns of a policy."""
+    """Replies to the turns of the policy."""
 
     def answer(self, prompt: Prompt, turns: Sequence[Sequence[int]], trajectory: object) -> Future[Reply]:
-        """Return the reply to come to the last of the policy's turns, which are token ids. Any thread may
-        ask; whatever goes wrong is a reply that failed. ``trajectory`` is the same object at each of its
-        turns, and lives as long: what is kept for it goes with it."""
+        """Return a future of the reply to the last of ``turns`` (token ids). Thread-safe; errors become a
+        reply with ``failed`` set. ``trajectory`` is the same object for all turns of a trajectory, so an
+        environment can bind state to its lifetime."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to sample. The same meaning as the fields of that name in vLLM."""
+    """Sampling parameters. Fields that vLLM has too mean the same as there."""
 
     n: int = 1
     """Completions per prompt."""
     temperature: float = 1.0
-    """0 samples greedily."""
+    """0: greedy."""
     top_p: float = 1.0
     max_tokens: int
-    """Longest completion, in tokens: stop tokens, and what an environment inserts, included."""
+    """Longest completion, in tokens, with stop tokens and inserted tokens."""
     stop_token_ids: tuple[int, ...] = ()
-    """A turn ends with the first of these, which it includes."""
+    """A turn ends with the first of these tokens, which is part of it."""
     stop: tuple[str, ...] = ()
-    """It also ends with the token that completes the first of these in its text, which it includes
+    """A turn also ends with the token that completes one of these in its text; the token is part of it
     (:mod:`megatron_fspo.rollout.sampling`)."""
     environment: Environment | None = None
-    """Answers a turn that ended so; None: the completion has one turn."""
+    """Replies to a turn that stopped; None: the completion has one turn."""
     turns: int = 1
-    """With an environment: as many at most."""
+    """Maximum number of turns, with an environment."""
     turn_tokens: int | None = None
-    """Longest turn; None: what is left of the completion. One that is cut is the last."""
+    """Longest turn; None: the rest of ``max_tokens``. A turn that reaches the limit is the last."""
     context_tokens: int | None = None
-    """Longest row, prompt included: what the model reads and writes at most; None: any."""
+    """Longest row in tokens, prompt included; None: no limit."""
     decode: Decode | None = None
-    """The text in which ``stop`` is looked for; needed with it."""
+    """Decodes the text that is searched for ``stop``; required with it."""
     seed: int = 0
-    """With (prompt index, sample number) it names the random stream of one completion."""
+    """(seed, prompt index, sample number) identify the random stream of a completion."""
     routing: Routing | None = None
-    """Completions come with their routes."""
+    """Return routes of these sizes with the completions; None: no routes."""
 
     def __post_init__(self) -> None:
         if self.stop and self.decode is None:
-            raise ValueError("stop needs decode")
+            raise ValueError("SamplingParams.stop needs decode")
 
 
 @dataclass(frozen=True, kw_only=True)
 class VersionSpan:
-    """The tokens of a response from ``start`` up to, without, ``end``: what the policy wrote of them, one
-    version of the weights sampled."""
+    """Tokens ``start`` to ``end`` (exclusive) of a response. One weight version sampled those among them that
+    the policy wrote."""
 
     version: int
     start: int
@@ -124,7 +124,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One sampled response: of one turn, or of several, with what an environment inserted between them.
+    """One sampled response: one turn, or several turns with tokens that an environment inserted between them.
 
     Example::
 
@@ -133,36 +133,36 @@ class Completion:
     """
 
     token_ids: Sequence[int]
-    """All that comes after the prompt. When ``finish_reason`` is ``"stop"``, the last one that the policy
-    wrote is a stop token, or completes a stop string. Kept as an ``array("i")``."""
+    """All tokens after the prompt, as an ``array("i")``. If ``finish_reason`` is ``"stop"``, the last one
+    that the policy wrote is a stop token or completes a stop string."""
     log_probs: Sequence[float]
-    """Log-prob of each token under the distribution sampled from (after temperature and top-p), nats; 0 of
-    what an environment inserted. Kept as an ``array("f")``."""
+    """Log-prob of each token in nats under the sampling distribution (after temperature and top-p); 0 for
+    inserted tokens. Stored as an ``array("f")``."""
     written: tuple[range, ...] = ()
-    """Where the tokens stand that the policy wrote, in order; an environment inserted the others. None given:
-    it wrote all."""
+    """Ranges of the tokens that the policy wrote, in order; the others were inserted. Empty: the policy wrote
+    all."""
     row_starts: tuple[int, ...] = ()
-    """Where further rows begin, in order, each with an inserted token. What follows was written after the
-    tokens of its row alone; the first row begins with the prompt."""
+    """First tokens of the second and later rows, in order; all are inserted tokens. The context of a token
+    is its row only. The first row begins with the prompt."""
     finish_reason: Literal["stop", "length"]
     weight_version: int
-    """Version of the weights that sampled it; the oldest, if they changed under way."""
+    """Version of the weights that sampled it; the oldest one if they changed meanwhile."""
     version_spans: tuple[VersionSpan, ...] = ()
-    """Which version sampled which tokens, in order, all of them; empty where all are ``weight_version``'s."""
+    """Weight version of every token, in order; empty if ``weight_version`` sampled all."""
     reward: float | None = None
-    """The environment's; None: it gave none, or there is no environment."""
+    """Reward from the environment, if it gave one."""
     failures: int = 0
-    """Replies of the environment that failed."""
+    """Number of environment replies that failed."""
     environment_seconds: float = field(default=0.0, compare=False)
-    """That its replies took."""
+    """Total time of the environment's replies."""
     routes: Any = None
-    """Tensor of uint8 [P + R - 1, layers, k]: the experts that each of the P tokens of the prompt and the R
-    after it was sent to, but for the last one, which the sampler did not read; None where it did not tell."""
+    """Experts of each token, uint8 [P + R - 1, layers, k] for P prompt tokens and R tokens after them. The
+    last token has no entry, as the sampler did not read it. None: not reported."""
     route_problem: str = ""
-    """Why there are none, though they were asked for."""
+    """Why there are no routes, although they were requested."""
 
     def __post_init__(self) -> None:
-        # 8 bytes per token; tuples of Python's numbers take ten times that.
+        # 8 bytes per token; tuples of Python numbers need ten times as much.
         for name, typecode in (("token_ids", "i"), ("log_probs", "f")):
             values = getattr(self, name)
             if not (isinstance(values, array) and values.typecode == typecode):
@@ -171,20 +171,20 @@ class Completion:
         object.__setattr__(self, "written", written)
         edges = [edge for one in written for edge in (one.start, one.stop)]
         if edges != sorted(edges) or edges[0] < 0 or edges[-1] > len(self.token_ids):
-            raise ValueError(f"written = {written} of {len(self.token_ids)} tokens")
+            raise ValueError(f"written = {written}: not ordered ranges within {len(self.token_ids)} tokens")
         own = any(start in one for start in self.row_starts for one in written)
         if own or not set(self.row_starts) <= set(range(len(self.token_ids))):
-            raise ValueError(f"row_starts = {self.row_starts} of {len(self.token_ids)} tokens, {written=}")
+            raise ValueError(f"row_starts = {self.row_starts}, of {len(self.token_ids)} tokens, {written=}")
 
     @property
     def length(self) -> int:
-        """Tokens that the policy wrote: L."""
+        """L, the number of tokens that the policy wrote."""
         return sum(map(len, self.written))
 
     @property
     def kinds(self) -> array[int]:
-        """What each token is, as an ``array("b")``: :data:`WRITTEN` by the policy, :data:`INSERTED`, or
-        inserted and a :data:`ROW_START`."""
+        """Kind of each token, as an ``array("b")``: :data:`WRITTEN` by the policy, :data:`INSERTED`, or
+        :data:`ROW_START` (inserted, and the first of a row)."""
         kinds = array("b", bytes(len(self.token_ids)))
         for start in self.row_starts:
             kinds[start] = ROW_START
@@ -195,11 +195,11 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A completion with its reward and advantage, by itself: for what works on a few. A run keeps columns."""
+    """A completion with its reward and advantage. For code that handles few samples; a run stores columns."""
 
     prompt: Prompt
     number: int
-    """Which of the prompt's completions, from 0."""
+    """Number of the completion among the prompt's, from 0."""
     completion: Completion
     reward: float
     advantage: float

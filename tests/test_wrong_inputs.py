@@ -46,7 +46,7 @@ CASES = [
     (f"{TRAIN} --rollout.stop_token_ids [12,14]", ["rollout.stop_token_ids has [14]", "end at 13"]),
     (f"{TRAIN} --rollout.stop [''] ", ["rollout.stop", "at least 1 character"]),
     (f"{TRAIN} --rollout.stop ['\ufffd']", ["rollout.stop", "stands for a part of a character"]),
-    (f"{TRAIN} --vllm.colocated true --vllm.transfer nccl", ["vllm", "NCCL takes a GPU for one process"]),
+    (f"{TRAIN} --vllm.colocated true --vllm.transfer nccl", ["vllm", "NCCL allows one process per GPU"]),
     (
         f"{TRAIN} --rollout.engine vllm --vllm.colocated true --rollout.max_staleness 1",
         ["vllm.colocated = true needs rollout.max_staleness = 0"],
@@ -241,7 +241,7 @@ GOOD = '{"prompt": "^37=", "answer": "37"}\n'
     ("row", "told"),
     [
         ('{"prompt": "^37=", "answer"\n', ":37: not JSON"),
-        ("[1]\n", ":37: not an object but a list"),
+        ("[1]\n", ":37: must be an object, got a list"),
         ('{"prompt": "^37="}\n', ":37: no key 'answer'"),
         ('{"prompt": "", "answer": "1"}\n', ":37"),
         (GOOD * 27, " has only 1 prompts (left out: 62 with the"),

@@ -1,9 +1,9 @@
-"""Build a release from a tag, check it, and print what an upload would send; nothing is sent.
+"""Build a release from a tag, check it, and print what an upload would send. Nothing is sent.
 
     git tag v0.2.0 && python tools/release.py v0.2.0
 
-Needs the packages ``build`` and ``twine``. The tag, ``megatron_fspo.__version__``, ``CITATION.cff`` and the
-first heading of ``CHANGELOG.md`` must name one version. Files are taken from the tag, not the working tree.
+Needs ``build`` and ``twine``. The tag, ``megatron_fspo.__version__``, ``CITATION.cff`` and the first heading
+of ``CHANGELOG.md`` must have the same version. Files come from the tag, not from the working tree.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ PLACES = {
     "CITATION.cff": r"^version: (.+)$",
     "CHANGELOG.md": r"^## (\S+)",
 }
-"""File → where its version stands; of several places the first."""
+"""File → pattern of its version; the first match counts."""
 
 
 def main() -> int:
-    """Build into ``--out``; exit status 2 says in one line why there is no release."""
+    """Build into ``--out``; returns 2 after one line that explains why there is no release."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -39,19 +39,19 @@ def main() -> int:
         source = Path(folder)
         packed = subprocess.run(["git", "-C", ROOT, "archive", args.tag], capture_output=True)
         if packed.returncode:
-            return refuse(f"git has no {args.tag}: {packed.stderr.decode().strip()}")
+            return refuse(f"git cannot read {args.tag}: {packed.stderr.decode().strip()}")
         with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
             archive.extractall(source, filter="data")
         for name, version in versions(source).items():
             if f"v{version}" != args.tag:
-                return refuse(f"{name} at {args.tag} names version {version}")
+                return refuse(f"{name} at {args.tag} has version {version}")
         if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
-            return refuse(f"{args.out} is no empty folder")
+            return refuse(f"{args.out} is not an empty folder")
         if subprocess.run([sys.executable, "-m", "build", "--outdir", args.out, source]).returncode:
-            return refuse("the build failed, see above")
+            return refuse("the build failed; see its output above")
     files = sorted(args.out.iterdir())
     if subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files]).returncode:
-        return refuse(f"{args.out} does not pass twine's check, see above")
+        return refuse(f"twine rejects {args.out}; see its output above")
     print("\nwould upload:")
     for file in files:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def versions(source: Path) -> dict[str, str]:
-    """File → the version that it names, or ``none``."""
+    """File → its version, or ``none``."""
     named = {}
     for name, pattern in PLACES.items():
         match = re.search(pattern, (source / name).read_text(encoding="utf-8"), re.MULTILINE)
@@ -70,7 +70,6 @@ def versions(source: Path) -> dict[str, str]:
 
 
 def refuse(why: str) -> int:
-    """Say it; the exit status."""
     print(f"release: {why}", file=sys.stderr)
     return 2
 

@@ -1,12 +1,11 @@
-"""From a run of TRL write what ``megatron-fspo explain`` reads: a line for each response and update.
+"""Dump a TRL run for ``megatron-fspo explain``: a line for each response and update.
 
     python examples/explain/dump_trl.py --out runs/trl          # in an environment with trl==1.16.0
     megatron-fspo explain runs/trl/dump.jsonl
 
-TRL's own table of completions has no log-probs, so a subclass writes them down where the loss is computed.
-The run is a short one of GSPO (``importance_sampling_level="sequence"``) with the model of examples/make_sum,
-on a CPU. For a run of your own take :class:`DumpingTrainer` in the place of ``GRPOTrainer``; with several
-processes give each a file of its own.
+TRL's table of completions has no log-probs, so a subclass writes them where the loss is computed. This is a
+short run of GSPO (``importance_sampling_level="sequence"``) with the model of examples/make_sum on a CPU. In
+your run, replace ``GRPOTrainer`` by :class:`DumpingTrainer`; with several processes, each needs its own file.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ class DumpingTrainer(GRPOTrainer):
         old = inputs.get("old_per_token_logps")
         columns = {
             "per_token_logps": self._new,
-            "old_per_token_logps": self._new if old is None else old,  # TRL leaves it out on policy
+            "old_per_token_logps": self._new if old is None else old,  # TRL omits it on-policy
             "completion_mask": inputs["completion_mask"] * inputs.get("tool_mask", 1),
             "advantages": inputs["advantages"],
-            "prompt": inputs["prompt_ids"],  # its tokens name it
+            "prompt": inputs["prompt_ids"],  # identified by its tokens
         }
         with (Path(self.args.output_dir) / "dump.jsonl").open("a", encoding="utf-8") as file:
             for values in zip(*(column.tolist() for column in columns.values()), strict=True):
@@ -50,7 +49,7 @@ class DumpingTrainer(GRPOTrainer):
 
 
 def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """1 where every third digit of a response adds up to the answer."""
+    """Return 1 for responses whose every third digit sums to the answer, else 0."""
     right = [
         sum(map(int, filter(str.isdecimal, text[::3]))) == int(a)
         for text, a in zip(completions, answer, strict=True)
@@ -59,7 +58,6 @@ def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
 
 
 def train(out: Path, steps: int) -> None:
-    """A short run."""
     torch.set_num_threads(1)
     lines = (MAKE_SUM / "train.jsonl").read_text(encoding="utf-8").splitlines()
     config = GRPOConfig(

@@ -1,13 +1,13 @@
-"""From a run of verl write what ``megatron-fspo explain`` reads: a line for each response and update.
+"""Dump a verl run for ``megatron-fspo explain``: a line for each response and update.
 
     PYTHONPATH=examples/explain EXPLAIN_DUMP=runs/verl python -m verl.trainer.main_ppo \
         actor_rollout_ref.model.external_lib=dump_verl \
         actor_rollout_ref.actor.policy_loss.loss_mode=gspo+dump …
     cat runs/verl/*.jsonl > runs/verl.jsonl; megatron-fspo explain runs/verl.jsonl
 
-verl's own dump, ``trainer.rollout_data_dir``, has texts and scores and no log-probs. So each of its policy
-losses gets a double, ``<name>+dump``, that writes its arguments down and then calls it. The module is
-imported where verl imports ``external_lib``; each process writes a file of its own.
+verl's own dump, ``trainer.rollout_data_dir``, has texts and scores but no log-probs. This module, which verl
+imports as ``external_lib``, registers a loss ``<name>+dump`` for each policy loss, which writes its arguments
+and then calls that loss. Each process writes its own file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_lo
 
 
 def dumping(loss: Callable[..., Any], path: Path) -> Callable[..., Any]:
-    """The policy loss, which also appends a line for each response to a file."""
+    """Wrap a policy loss so that it also appends a line for each response to a file."""
 
     def with_dump(
         old_log_prob: Tensor,

@@ -1,9 +1,9 @@
-"""FSPO through the API of Tinker, without the service: a table of log-probs learns to repeat even digits.
+"""FSPO with the Tinker API, without the service: a table of log-probs learns to repeat even digits.
 
     python examples/in_tinker/train.py
 
-``LocalClient`` stands in for the client of the service and answers the two calls that training makes. With a
-key, ``tinker.ServiceClient().create_lora_training_client(base_model=...)`` takes its place; the loop stays.
+``LocalClient`` replaces the service's client and has the two methods that training calls. With a key, use
+``tinker.ServiceClient().create_lora_training_client(base_model=...)`` instead, in the same loop.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ LONGEST, RESPONSES, STEPS = 30, 64, 30
 
 
 class LocalClient:
-    """Log-probs of the next token given the last one, and Adam."""
+    """A table of next-token log-probs given the last token, with Adam."""
 
     def __init__(self) -> None:
         self.table = torch.zeros(DIGITS + 1, DIGITS + 1, requires_grad=True)
         self.optimizer = torch.optim.Adam([self.table], lr=0.03)
 
     def sample(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens that stand before, tokens that were sampled, and their log-probs, all [T]."""
+        """Sample a response: return preceding tokens, sampled tokens and their log-probs, all [T]."""
         tokens = [END]
         while len(tokens) <= LONGEST and (len(tokens) == 1 or tokens[-1] != END):
             tokens.append(int(torch.multinomial(self.table[tokens[-1]].softmax(dim=0), 1)))
@@ -36,7 +36,7 @@ class LocalClient:
         return before, after, self._score(before, after).detach()
 
     def forward_backward_custom(self, data: list, loss_fn: object) -> dict[str, float]:
-        """The loss of the log-probs, linearised as the service's client does it."""
+        """Backpropagate the loss through the log-probs, linearised as in the service's client."""
         scores = [self._score(d.model_input, d.loss_fn_inputs["target_tokens"].to_torch()) for d in data]
         leaves = [score.detach().requires_grad_() for score in scores]
         loss, metrics = loss_fn(data, leaves)
@@ -53,7 +53,7 @@ class LocalClient:
 
 
 def make_datum(before: Tensor, after: Tensor, log_probs: Tensor, advantage: Tensor) -> SimpleNamespace:
-    """What ``tinker.types.Datum`` has, here without its package. There is no prompt, and all of it counts."""
+    """Return an object with the fields of ``tinker.types.Datum``, without a prompt to mask."""
     inputs = {
         "target_tokens": after,
         "logprobs": log_probs,
@@ -65,7 +65,7 @@ def make_datum(before: Tensor, after: Tensor, log_probs: Tensor, advantage: Tens
 
 
 def train() -> list[float]:
-    """The mean reward of each step: the share of a response's tokens that are even digits."""
+    """Train and return the mean reward of each step: the share of tokens that are even digits."""
     torch.manual_seed(1)
     client, means = LocalClient(), []
     for step in range(STEPS):

@@ -1,8 +1,8 @@
-"""FSPO in TRL on make-sum: the reward goes up in a few minutes of one CPU core.
+"""FSPO in TRL on make-sum: the reward rises within a few minutes on one CPU core.
 
     python examples/in_trl/train.py --steps 128 --out runs/in-trl
 
-One line is not TRL's: the import of FSPOConfig and FSPOTrainer.
+Only one line is not plain TRL: the import of FSPOConfig and FSPOTrainer.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ EOS = 12
 def reward(
     completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: Any
 ) -> list[float]:
-    """1 where the policy stopped by itself and its digits sum to the answer."""
+    """Return 1 if the policy stopped by itself and its digits sum to the answer, else 0."""
     rows = zip(completions, completion_ids, answer, strict=True)
     return [float(EOS in ids and digits_sum_to(text, right)) for text, ids, right in rows]
 
 
 def train(folder: Path, steps: int, seed: int) -> list[dict[str, float]]:
-    """What TRL logs of each optimizer step; a rollout is 64 prompts × 8 samples, and has 8 of them."""
+    """Train and return TRL's log of each optimizer step. A rollout of 64 prompts × 8 samples has 8 steps."""
     tokenizer = AutoTokenizer.from_pretrained(TASK / "checkpoint")
     rows = [json.loads(line) for line in (TASK / "train.jsonl").read_text().splitlines()]
     config = FSPOConfig(
@@ -73,12 +73,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=128, help="optimizer steps; 8 to a rollout")
+    parser.add_argument("--steps", type=int, default=128, help="optimizer steps, 8 per rollout")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/in-trl"))
     args = parser.parse_args()
     for row in train(args.out, args.steps, args.seed):
-        if "reward" in row:  # once a rollout, in its first step, before which nothing has moved
+        if "reward" in row:  # only the first step of a rollout has it, which is on-policy
             print(f"step {row['step']:4}  reward {row['reward']:.3f}  ", end="")
         elif row["step"] % 8 == 0:
             print(f"out of band {row['fspo/out_of_band']:.3f}  sigma {row['fspo/sigma_hat']:.3f}")

@@ -1,9 +1,9 @@
-"""Does transformers score the exported checkpoint as the trainer does?
+"""Check that transformers scores the exported checkpoint as the trainer does.
 
     python examples/make_sum/check_export.py runs/demo
 
-Reads ``samples.jsonl``, whose last rows were sampled with the final weights and carry the log-prob of every
-token, scores the same tokens with ``hf/`` through transformers, and compares. Exit status 1 above 1e-4 nats.
+The last rows of ``samples.jsonl`` were sampled with the final weights and have the log-prob of every token.
+Scores the same tokens with ``hf/`` in transformers. Exit status 1 if they differ by more than 1e-4 nats.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RESPONSES = 16
 
 @torch.no_grad()
 def largest_difference(folder: Path) -> tuple[float, int]:
-    """Largest |Δ log-prob| in nats, and the number of tokens compared."""
+    """Return the largest |Δ log-prob| in nats and the number of tokens compared."""
     rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     last = [row for row in rows if row["step"] == rows[-1]["step"]][:RESPONSES]
     temperature = tomllib.loads((folder / "config.toml").read_text())["evaluation"]["temperature"]

@@ -1,14 +1,14 @@
 """Make this folder's files: train.jsonl, validation.jsonl and checkpoint/, a warm start for RL.
 
-A Qwen3 of 0.2M parameters learns from demonstrations (cross-entropy on the response tokens) until it is
-right about two times in three: good enough to be rewarded often, bad enough to have much to learn.
+A Qwen3 of 0.2M parameters is trained on demonstrations (cross-entropy on response tokens) until about two in
+three responses are right: enough to get rewards often, with room to improve.
 
-    python examples/make_sum/make_checkpoint.py                # what is shipped
+    python examples/make_sum/make_checkpoint.py                # the files in the repository
     python examples/make_sum/make_checkpoint.py --steps 100 --seed 7 --out /tmp/weaker
     python examples/make_sum/make_checkpoint.py --head-dim 32 --out runs/make-sum-32    # for vLLM on a CPU
     python examples/make_sum/make_checkpoint.py --calls 0.02 --steps 400 --out runs/make-sum-tools
 
-Two runs on one machine write the same bytes. Another CPU or torch version may round differently.
+The output is reproducible on one machine. Other CPUs or torch versions may round differently.
 """
 
 from __future__ import annotations
@@ -90,10 +90,8 @@ def encode(text: str) -> list[int]:
 
 
 def batch(rng: random.Random, size: int, calls: float | None) -> tuple[Tensor, Tensor]:
-    """Demonstrations of random numbers: ids and labels, ``[size, tokens]`` each, right-padded.
-
-    Labels are -100 on the prompt, on padding, and on the two digits that a tool writes.
-    """
+    """Return ids and labels of random demonstrations, each [size, tokens], right-padded. Labels are -100 for
+    the prompt, for padding, and for the two digits that a tool writes."""
     numbers = rng.choices(NUMBERS, k=size)
     prompts = [encode(prompt_text(number)) for number in numbers]
     responses = [encode(demonstration(number, rng, calls)) for number in numbers]
@@ -110,14 +108,14 @@ def batch(rng: random.Random, size: int, calls: float | None) -> tuple[Tensor, T
 
 
 def train(model: Qwen3ForCausalLM, steps: int, seed: int, calls: float | None) -> None:
-    """Fit ``model`` to demonstrations drawn from ``seed``; the learning rate falls linearly to a tenth."""
+    """Train ``model`` on random demonstrations; the learning rate decays linearly to a tenth."""
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.1)
     started = time.monotonic()
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1, step / WARM_UP) * (1 - 0.9 * (step - 1) / steps)
-        # How to use the tool is learned first, and then to ask it seldom.
+        # The model first learns to use the tool, then to use it rarely.
         share = None if calls is None else max(calls, 0.9 * (1 - step / (0.8 * steps)))
         ids, labels = batch(rng, BATCH, share)
         loss = model(input_ids=ids, labels=labels).loss
@@ -132,7 +130,7 @@ def train(model: Qwen3ForCausalLM, steps: int, seed: int, calls: float | None) -
 
 @torch.no_grad()
 def sample(model: Qwen3ForCausalLM, numbers: Sequence[int], seed: int) -> list[str]:
-    """One response per number at temperature 1, the stop token included if it came within 100 tokens."""
+    """Sample one response per number at temperature 1, with the stop token if it is within 100 tokens."""
     prompts = torch.tensor([encode(prompt_text(number)) for number in numbers])
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -153,7 +151,6 @@ def sample(model: Qwen3ForCausalLM, numbers: Sequence[int], seed: int) -> list[s
 
 
 def accuracy(numbers: Sequence[int], responses: Sequence[str]) -> float:
-    """Share of the responses that stop and are right."""
     verdicts = [
         response.endswith(STOP) and digits_sum_to(response.removesuffix(STOP), str(number))
         for number, response in zip(numbers, responses, strict=True)
@@ -162,7 +159,7 @@ def accuracy(numbers: Sequence[int], responses: Sequence[str]) -> float:
 
 
 def save(model: Qwen3ForCausalLM, config: Mapping[str, object], folder: Path) -> None:
-    """Write ``model`` with its ``config`` and its tokenizer as a Hugging Face checkpoint."""
+    """Write ``model``, ``config`` and tokenizer as a Hugging Face checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(ALPHABET)}, merges=[]))
     tokenizer.decoder = decoders.Fuse()
@@ -183,17 +180,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of all that is random (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder (default: this one)")
     parser.add_argument(
         "--head-dim", type=int, default=CONFIG["head_dim"], help="width of a head (default: %(default)s)"
     )
     parser.add_argument(
-        "--calls", type=float, help="no notes; the share of responses that ask a tool in the end"
+        "--calls", type=float, help="teach tool calls instead of notes; final share of responses with calls"
     )
     options = parser.parse_args(arguments)
     if options.calls is not None and not 0 <= options.calls <= 1:
-        parser.error("--calls: a share, from 0 to 1")
+        parser.error("--calls: must be a share from 0 to 1")
 
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)

@@ -1,8 +1,8 @@
-"""Make a mixture of experts of this folder's checkpoint, or another, without training: by sparse upcycling.
+"""Convert this folder's checkpoint, or DENSE, to a mixture of experts by sparse upcycling, without training.
 
     python examples/make_sum/make_experts.py runs/make-sum-moe/checkpoint [DENSE]
 
-Every expert begins as the MLP of the warm start and some noise; the weights of a token's experts sum to 1.
+Every expert is a copy of the dense MLP plus noise. The weights of a token's experts sum to 1.
 """
 
 from __future__ import annotations

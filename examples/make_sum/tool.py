@@ -1,4 +1,4 @@
-"""A tool for make-sum: it knows what is left of the number. See tools.toml."""
+"""A tool for make-sum that returns the remainder. See tools.toml."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from megatron_fspo.types import Prompt
 
 
 def remainder(prompt: Prompt, turns: Sequence[str]) -> str | float:
-    """Answer a turn that ends in ``=``, after a digit, with what is left in two digits, which the policy else
-    has to know by itself. At the end the reward is 1 if the digits sum to the number, else 0."""
+    """Reply to a turn that ends with a digit and ``=`` with the remainder in two digits. Any other turn ends
+    the trajectory, with reward 1 if its digits sum to the number, else 0."""
     written = "".join(turns)
     left = int(prompt.answer) - sum(map(int, re.findall("[1-9]", written)))
     sound = re.fullmatch("([1-9]=?)*", written) is not None

@@ -4,11 +4,11 @@ from typing import Any
 
 
 def short_sum(prompt: Any, completion: Any, response: str) -> float:
-    """1 if the response writes the prompt's number as a sum of the fewest digits, less for more digits.
+    """Return 1 for a sum of digits to the prompt's number with the fewest digits, less for more digits.
 
     A response is groups of three characters: a digit to subtract, and the remainder in two digits.
-    ``prompt.answer`` is the row's answer and ``prompt.fields`` its other fields; ``response`` is the text
-    without the end token.
+    ``prompt.answer`` is the row's answer, ``prompt.fields`` has all its fields; ``response`` is the text
+    without the stop token.
     """
     if completion.finish_reason != "stop" or len(response) % 3 or not response.isdigit():
         return 0.0

@@ -1,11 +1,11 @@
-"""FSPO in a Megatron-Core loop of your own: no trainer, no configuration file, no rollout engine of ours.
+"""FSPO in your own Megatron-Core loop, without our trainer, configuration and rollout engine.
 
     torchrun --nproc-per-node 2 examples/plugin_only/train.py
     torchrun --nproc-per-node 4 examples/plugin_only/train.py --tensor 2 --pipeline 2
 
-The loop below is what any Megatron program has: a GPTModel, DistributedDataParallel, an optimizer, the
-schedule. The three marked places are all that FSPO adds. The responses are random and the reward likes even
-tokens, so that one can see the log-probability of even tokens rise.
+The loop is that of any Megatron program: a GPTModel, DistributedDataParallel, an optimizer and the schedule.
+FSPO needs only the three numbered places. The responses are random and the reward prefers even tokens, so the
+log-probability of even tokens rises.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ VOCAB, PROMPTS, RESPONSES, STEPS = 32, 8, 4, 6
 
 
 def build(tensor: int, pipeline: int) -> DistributedDataParallel:
-    """This rank's part of a random little model, as your program builds its own."""
+    """Build this rank's shard of a small random model, in place of yours."""
     backend = choose_backend(layers="local")
     config = TransformerConfig(
         num_layers=2,
@@ -65,9 +65,9 @@ def build(tensor: int, pipeline: int) -> DistributedDataParallel:
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
         pipeline_dtype=torch.float32,
-        variable_seq_lengths=True,  # packs differ in length; Megatron then wants the next line
+        variable_seq_lengths=True,  # packs differ in length; Megatron then requires the next line
         moe_token_dispatcher_type="alltoall",
-        # 1: gradients are summed over ranks and divided by the step's tokens; the loss counts on it.
+        # 1: gradients are summed over ranks and divided by the step's tokens, as the loss expects.
         calculate_per_token_loss=True,
         finalize_model_grads_func=finalize_model_grads,
         **backend.config_flags(),
@@ -85,7 +85,7 @@ def build(tensor: int, pipeline: int) -> DistributedDataParallel:
 
 
 def random_sequences(step: int) -> Sequences:
-    """Responses of 1 to 24 tokens; the reward is the share of even ones. Stands for your rollouts."""
+    """Make random responses of 1 to 24 tokens, rewarded by their share of even ones, in place of rollouts."""
     rng = random.Random(step)
     responses = [
         [rng.randrange(VOCAB) for _ in range(rng.randint(1, 24))] for _ in range(PROMPTS * RESPONSES)
@@ -99,7 +99,6 @@ def random_sequences(step: int) -> Sequences:
 
 
 def run(model: DistributedDataParallel, batches: Packs, forward_step, **flags):
-    """One pass of Megatron's schedule."""
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iter(batches),
@@ -121,7 +120,7 @@ def main(tensor: int, pipeline: int) -> None:
     model = build(tensor, pipeline)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=3e-3, clip_grad=1.0), [model])
 
-    # 2: the loss, given the process groups it reduces over.
+    # 2: the loss, with the process groups that it reduces over.
     groups = ParallelGroups.of(parallel_state)
     scoring = Scoring(groups=groups, vocab_size=VOCAB, temperature=1.0)
     band = FSPOBand(c_low=0.05, c_high=0.05)
@@ -129,7 +128,7 @@ def main(tensor: int, pipeline: int) -> None:
         objective=SequenceLevel(band=band, dual_clip=LengthFairDualClip(c=0.1)), scoring=scoring
     )
 
-    # 3: packed micro-batches that know N and T of the whole step.
+    # 3: packed micro-batches, which have N and T of the whole step.
     layout = PackLayout(
         max_tokens=256,
         data_rank=groups.dp.rank(),
@@ -140,7 +139,7 @@ def main(tensor: int, pipeline: int) -> None:
         batches = pack(random_sequences(step), layout)
         with torch.no_grad():
             old = run(model, batches, scoring.forward_step, forward_only=True, collect_non_loss_data=True)
-        has_loss = parallel_state.is_pipeline_last_stage()  # the schedule returns nothing elsewhere
+        has_loss = parallel_state.is_pipeline_last_stage()  # other stages get nothing from the schedule
         if has_loss:
             batches = batches.with_columns(old_log_probs=old)
         for _ in range(2):
@@ -157,13 +156,13 @@ def main(tensor: int, pipeline: int) -> None:
 
 
 def mean(pair: torch.Tensor, groups: ParallelGroups) -> float:
-    """Sum over denominator, of all data-parallel ranks: each has those of its own sequences."""
+    """Reduce (sum, denominator) over data- and context-parallel ranks and return the mean. Collective."""
     dist.all_reduce(pair, group=groups.dp_cp)
     return (pair[0] / pair[1]).item()
 
 
 def even_gap(batches: Packs, log_probs: list[torch.Tensor], groups: ParallelGroups) -> float:
-    """Mean log-probability of even response tokens minus that of odd ones, before the step's updates."""
+    """Return the mean log-prob of even response tokens minus that of odd ones, before the step's updates."""
     values = torch.cat([lp[b.mask] for b, lp in zip(batches, log_probs, strict=True)])
     even = torch.cat([b.labels[b.mask] for b in batches]) % 2 == 0
     means = [mean(torch.stack([values[which].sum(), which.sum()]), groups) for which in (even, ~even)]
@@ -171,7 +170,7 @@ def even_gap(batches: Packs, log_probs: list[torch.Tensor], groups: ParallelGrou
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Data-parallel over the ranks that are left.")
+    parser = argparse.ArgumentParser(description="The remaining ranks are data parallel.")
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--pipeline", type=int, default=1)
     main(**vars(parser.parse_args()))

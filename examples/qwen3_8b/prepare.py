@@ -1,14 +1,14 @@
-"""The data of examples/qwen3_8b from the public files: read, checked, cleared of what must not be there.
+"""Make the data of examples/qwen3_8b from public files, without unusable or overlapping prompts.
 
     python examples/qwen3_8b/prepare.py --train dapo-math-17k.parquet --math500 test.jsonl \\
         --amc23 amc23.parquet --aime24 aime24.parquet --aime25 aime25.jsonl --out data
 
-README.md has the data sets and how to get them. Written are train.jsonl and a file for each evaluation set,
-with ``prompt`` (the bare question: the run's template puts the instruction around it), ``answer`` and ``id``;
-and left_out.jsonl, with every training prompt that is missing and why. No network.
+README.md lists the data sets and how to get them. Writes train.jsonl and a file per evaluation set, with
+``prompt`` (the question without instructions, which the run's template adds), ``answer`` and ``id``; and
+left_out.jsonl, with the removed training prompts and the reasons. Uses no network.
 
-A training prompt overlaps an evaluation prompt if they share 30 words and numbers in a row (all of them, if
-one is shorter), whatever the spacing, LaTeX commands or punctuation.
+A training prompt overlaps an evaluation prompt if they share 30 consecutive words and numbers (or all, if one
+is shorter), ignoring spacing, LaTeX commands and punctuation.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from megatron_fspo.rewards.extract import extract, reference
 from megatron_fspo.rewards.normalise import compare, form
 
 RUN = 30
-"""Words and numbers in a row that two different problems do not share: the usual closing sentence of a
+"""Consecutive words and numbers that different problems do not share. The usual closing sentence of a
 competition problem ("... where m and n are relatively prime positive integers. Find m + n") has 20."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A public file."""
+    """Expected contents of a public file."""
 
     preset: PresetName
     counts: tuple[int, int]
-    """Different prompts, at least and at most."""
+    """Smallest and largest number of different prompts."""
 
 
 WANTED = {
@@ -57,12 +57,10 @@ WANTED = {
 
 @dataclass(kw_only=True)
 class Prepared:
-    """What becomes of a file."""
-
     rows: int = 0
     kept: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[dict[str, Any]] = field(default_factory=list)
-    """With ``why``; rows that only repeat an earlier one are counted and not listed."""
+    """Removed prompts, with ``why``; excludes rows that only repeat an earlier one."""
     repeated: int = 0
 
     def leave_out(self, row: dict[str, Any], why: str) -> None:
@@ -70,11 +68,8 @@ class Prepared:
 
 
 def prepare(name: str, file: Path, *, any_count: bool = False) -> Prepared:
-    """Read a public file; of its prompts the ones that differ, can be graded, and have one answer.
-
-    Raises:
-        InputError: the file is another one: fields, instruction or number of prompts are not those expected.
-    """
+    """Read a public file; keep one copy of each prompt that can be graded and has a single answer. Raises
+    ``InputError`` if fields, instruction or number of prompts are not as expected."""
     wanted = WANTED[name]
     data = Data(train=file, preset=wanted.preset, chat_template=False)
     source = source_of(data, DataSet(file=file, prompt_key=_question_key(file, wanted.preset)))
@@ -100,14 +95,14 @@ def prepare(name: str, file: Path, *, any_count: bool = False) -> Prepared:
     if not any_count and not least <= len(firsts) <= most:
         expected = f"{least:,}" if least == most else f"{least:,} to {most:,}"
         raise InputError(
-            f"{file}: {len(firsts):,} different prompts in {found.rows:,} rows, where {name} has {expected}: "
-            "another file, or cut short? --any-count takes it"
+            f"{file}: {len(firsts):,} different prompts in {found.rows:,} rows, but {name} has {expected}: "
+            "a wrong or truncated file? --any-count accepts it"
         )
     return found
 
 
 def _question_key(file: Path, preset: PresetName) -> str | None:
-    """What the first row calls the question, where the preset's name for it is not there."""
+    """Return the key of the question in the first row, if it is not the preset's."""
     if preset == "dapo":
         return None
     first = next(read_rows(file), None)
@@ -116,26 +111,25 @@ def _question_key(file: Path, preset: PresetName) -> str | None:
 
 
 def question(task: Task, source: Source) -> str:
-    """Without DAPO's instruction, which every prompt of its file has."""
+    """Return the question without DAPO's instruction, which all prompts of its file have."""
     text = str(task.messages[-1]["content"])
     if source.prompt_key != "prompt":
         return text.strip()
     before, _, after = (part.strip() for part in TEMPLATES["dapo"].partition("{prompt}"))
     bare = text.strip().removeprefix(before).removesuffix(after).strip()
     if len(bare) + len(before) + len(after) > len(text.strip()) or not bare:
-        task.row.fail(f"{source.prompt_key!r} has no question between the instructions of DAPO's file")
+        task.row.fail(f"{source.prompt_key!r} has no question between DAPO's instructions")
     return bare
 
 
 def _identity(task: Task, name: str) -> str:
-    """Of the row, as its file calls it."""
     extra = task.fields.get("extra_info")
     given = extra.get("index") if isinstance(extra, dict) else task.fields.get("id")
     return str(given if given is not None else task.fields.get("unique_id", f"{name}/{task.question.hex()}"))
 
 
 def can_be_right(answer: str) -> bool:
-    """Whether the reward ``math`` reads the answer, and takes a response that ends with it for right."""
+    """Return True if the reward ``math`` can read the answer and accepts a response that ends with it."""
     given = extract(f"So it follows.\nAnswer: {answer}", "auto")
     if given is None or not gradable(answer):
         return False
@@ -143,13 +137,13 @@ def can_be_right(answer: str) -> bool:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Words and numbers of a problem, without LaTeX commands, spacing and punctuation."""
+    """Return words and numbers of a problem, without LaTeX commands, spacing and punctuation."""
     bare = re.sub(r"\\(?:left|right|text|mathrm|displaystyle|dfrac|tfrac|frac|[,;!:> ])", " ", text)
     return tuple(re.findall(r"[^\W\d_]+|\d+", bare.lower()))
 
 
 def without_overlap(train: Prepared, held_out: dict[str, Prepared]) -> Counter[str]:
-    """Move training prompts that an evaluation set has to ``left_out``; how many, by set."""
+    """Move training prompts that overlap an evaluation set to ``left_out``; return their number by set."""
     owners: dict[tuple[str, ...], str] = {}
     for name, one in held_out.items():
         for row in one.kept:
@@ -172,19 +166,19 @@ def without_overlap(train: Prepared, held_out: dict[str, Prepared]) -> Counter[s
 
 
 def _runs(tokens: tuple[str, ...], size: int) -> set[tuple[str, ...]]:
-    """All runs of so many; if there are fewer, that of all."""
+    """Return all runs of ``size`` consecutive tokens, or of all tokens if there are fewer."""
     return {tokens[start : start + size] for start in range(max(len(tokens) - size, 0) + 1)}
 
 
 def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """A JSON object a line, the file whole or not at all."""
+    """Write one JSON object per line, atomically."""
     partial = path.with_suffix(".partial")
     partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     partial.replace(path)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare all files, say what was left out, and read the results as a run would."""
+    """Prepare all files, print how many rows were left out, and check the results as a run would."""
     found = {name: prepare(name, getattr(args, name), any_count=args.any_count) for name in WANTED}
     held_out = {name: one for name, one in found.items() if name != "train"}
     for name, one in held_out.items():
@@ -215,16 +209,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0; 2 where a file is not what it should be, told in one line."""
+    """Run the command line. Exit status 2, with a one-line message, if a file is not as expected."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name in WANTED:
         parser.add_argument(f"--{name}", type=Path, required=True, metavar="FILE")
     parser.add_argument(
-        "--out", type=Path, default=Path("data"), metavar="DIR", help="(default: %(default)s)"
+        "--out", type=Path, default=Path("data"), metavar="DIR", help="output folder (default: %(default)s)"
     )
-    parser.add_argument("--any-count", action="store_true", help="take files with other numbers of prompts")
+    parser.add_argument("--any-count", action="store_true", help="accept files with other numbers of prompts")
     args = parser.parse_args(argv)
     return exit_status(lambda: run(args), "prepare.py")
 

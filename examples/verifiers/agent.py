@@ -1,9 +1,9 @@
-"""One episode of an environment of the `verifiers` package, played by the policy that is trained.
+"""Runs one episode of an environment of the `verifiers` package with the policy in training.
 
     environment.command = [".venv-verifiers/bin/python", "examples/verifiers/agent.py", "retry_sums"]
 
-Started by ``environment.name = "agent"`` for each trajectory: the task's number comes with the prompt, the
-policy's answers from the endpoint in ``OPENAI_BASE_URL``, and the last line printed is the episode's reward.
+``environment.name = "agent"`` starts it for each trajectory. The prompt on stdin has the task's number, the
+endpoint in ``OPENAI_BASE_URL`` answers with the policy, and the last line printed is the episode's reward.
 ``--rows FILE`` writes the prompts for the run's data instead.
 """
 
@@ -25,13 +25,11 @@ from verifiers.v1.utils.loaders import environment_class, load_environment, load
 
 
 def load(name: str) -> vf.Env:
-    """The environment of a taskset's module."""
-    config = environment_class(name).__orig_bases__[0].__args__[0]  # of Env[Config]
+    config = environment_class(name).__orig_bases__[0].__args__[0]  # Config of Env[Config]
     return load_environment(config(taskset=vf.TasksetConfig(id=name)))
 
 
 async def play(name: str, number: int) -> float:
-    """The reward of one episode."""
     env = load(name)
     task = next(islice(iter(env.taskset), number, None))
     client = EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")

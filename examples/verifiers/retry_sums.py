@@ -1,6 +1,6 @@
-"""An environment of the `verifiers` package: sums, and another try after a wrong answer.
+"""An environment of the `verifiers` package: sums, with further tries after a wrong answer.
 
-Taskset, environment and harness are written as that package has them; nothing here knows of megatron_fspo.
+Taskset, environment and harness follow that package; nothing here depends on megatron_fspo.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SumEnv(vf.Env[SumEnvConfig]):
 
 
 class InProcess(vf.Harness[vf.HarnessConfig]):
-    """The chat itself, without a program of its own."""
+    """Runs the chat in this process, without a separate program."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True

@@ -3,8 +3,7 @@
     pip install wandb-workspaces
     python examples/wandb_report/report.py --entity my-team --project fspo
 
-It shows the runs of the project (``log.project``), grouped by ``log.group``.
-Edit it in the browser afterwards.
+It shows the runs of the project (``log.project``), grouped by ``log.group``. You can edit it in the browser.
 """
 
 from __future__ import annotations
@@ -42,11 +41,10 @@ SECTIONS = {
         "Model FLOP utilisation": ["perf/mfu"],
     },
 }
-"""Section → title of a plot → its metrics; docs/metrics.md explains each."""
+"""Section → title of a plot → metrics, which docs/metrics.md explains."""
 
 
 def main() -> None:
-    """Build the report and save it."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--entity", required=True)
@@ -58,8 +56,7 @@ def main() -> None:
 
 
 def build(entity: str, project: str) -> Any:
-    """The report, not saved yet."""
-    text = "Start with the reward. Then see how much the clip removes, and whether from all lengths alike."
+    text = "Start with the reward. Then check how much the clip removes, and whether evenly over lengths."
     blocks: list[Any] = [wr.P(text)]
     for section, plots in SECTIONS.items():
         panels = [

@@ -1,5 +1,5 @@
-"""FSPO in other trainers, one thin file for each: what they call, and what of theirs it does not go with.
+"""FSPO in other trainers, one small file per trainer: the function that it calls, and checks of its settings.
 
-``sequence_loss`` is what they share. Every other file imports the trainer that it is named after, and nothing
-imports them: ``import megatron_fspo`` asks for none. All need torch and no Megatron.
+``sequence_loss`` is shared. Every other file imports the trainer that it is named after; ``import
+megatron_fspo`` imports none of them. They need torch, but not Megatron.
 """

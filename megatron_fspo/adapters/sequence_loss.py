@@ -1,4 +1,4 @@
-"""FSPO as a loss of log-probs that the trainer around it backpropagates.
+"""FSPO as a loss on log-probs, for a trainer that backpropagates it.
 
 Shapes: n responses of this micro-batch, padded to T tokens; N of the whole optimizer step. Units: nats.
 """
@@ -18,10 +18,8 @@ from megatron_fspo.objective.calibration import sigma_hat
 
 @dataclass(frozen=True, kw_only=True)
 class FSPO:
-    """The band of FSPO with its dual clip: −c_low·√L <= S <= c_high·√L, and S <= c_dual·√L for A < 0.
-
-    Raises ``ValueError`` naming the field that is not legal.
-    """
+    """FSPO's band and dual clip: −c_low·√L <= S <= c_high·√L, and S <= c_dual·√L for A < 0. Invalid limits
+    raise ``ValueError``."""
 
     c_low: float = DEFAULT_C
     """Nats per √token."""
@@ -38,7 +36,7 @@ class FSPO:
             )
 
     def surrogate(self, log_ratio_sum: Tensor, lengths: Tensor, advantages: Tensor) -> Surrogate:
-        """Weights and flags of responses with S, L and A, all [n]; see :func:`sequence_surrogate`."""
+        """Return weights and clip flags for S, L and A [n]; see :func:`sequence_surrogate`."""
         band, dual_clip = self._limits()
         return sequence_surrogate(log_ratio_sum, lengths, advantages, band, dual_clip)
 
@@ -48,77 +46,73 @@ class FSPO:
 
 
 def limits_of(limits: Mapping[str, float], trainer: str, c_dual: float | None = None) -> FSPO:
-    """The limits that stand under a trainer's keys for a ratio.
+    """Return FSPO's limits from the keys that a trainer has for limits on a ratio.
 
     Args:
-        limits: key of the trainer → value, of c_low and then of c_high.
+        limits: the trainer's key → value, for c_low, then for c_high.
         trainer: its name.
-        c_dual: default 2·c_high.
+        c_dual: default: 2·c_high.
 
     Raises:
-        ValueError: one is not legal, or was left at 0.2, a default meant for a ratio.
+        ValueError: a value is invalid, or still 0.2, a default that is meant for a ratio.
     """
     if 0.2 in limits.values():
         given = " and ".join(f"{key} = {value}" for key, value in limits.items())
         raise ValueError(
-            f"{given} are c_low and c_high of FSPO, in nats per √token, and 0.2 is {trainer}'s default for a "
-            f"ratio: set both of them, {DEFAULT_C} say"
+            f"{given} are FSPO's c_low and c_high, in nats per √token, but 0.2 is {trainer}'s default for a "
+            f"ratio: set both of them, for example to {DEFAULT_C}"
         )
     low, high = limits.values()
     return FSPO(c_low=low, c_high=high, c_dual=c_dual)
 
 
 def log_ratio_sums(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """S [n] of log-probs [n, T] with their graph, in float32 or above: the difference first, the sum later,
-    over the response tokens of the policy (bool); outside of them old log-probs may be anything."""
+    """Return S [n] from log-probs [n, T] with their graph, in float32 or float64: differences, summed over
+    the policy's response tokens (bool ``mask``). Old log-probs outside the mask are ignored."""
     dtype = torch.promote_types(log_probs.dtype, torch.float32)
     difference = log_probs.to(dtype) - old_log_probs.detach().to(dtype)
     return torch.where(mask, difference, 0.0).sum(dim=-1)
 
 
 def one_advantage(advantages: Tensor, mask: Tensor) -> Tensor:
-    """A [n] of responses whose tokens all carry it [n, T]; 0 for an empty one.
-
-    Raises ``ValueError`` where tokens of one response differ: FSPO has one decision, and so one A, for each.
-    """
+    """Return A [n] from advantages [n, T] that are equal on all tokens of a response; 0 for an empty one.
+    Otherwise raise ``ValueError``: FSPO makes one decision per response, with one A."""
     return the_advantage(*advantage_range(advantages, mask), mask.any(dim=1))
 
 
 def advantage_range(advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest A [n] of the tokens of each response [n, T]; inf and −inf where there are none."""
+    """Return the smallest and largest A [n] of each response's tokens [n, T]; inf and −inf if it has none."""
     lowest = torch.where(mask, advantages, torch.inf).amin(dim=1)
     return lowest, torch.where(mask, advantages, -torch.inf).amax(dim=1)
 
 
 def the_advantage(lowest: Tensor, highest: Tensor, filled: Tensor) -> Tensor:
-    """A [n] of responses whose tokens have A from lowest to highest; 0 for those that are not filled.
-
-    Raises ``ValueError`` like :func:`one_advantage`.
-    """
-    # NaN on both sides is no difference: the surrogate reports it.
+    """Return A [n], given the range of A over each response's tokens; 0 where ``filled`` is False. Raises
+    ``ValueError`` like :func:`one_advantage`."""
+    # NaN compares as no difference here; the surrogate reports it.
     if bool((lowest < highest).any()):
         raise ValueError(
-            "FSPO takes one advantage for all tokens of a response, and here they differ: estimate it from "
-            "the outcome (leave-one-out or a group's mean), not by GAE"
+            "FSPO needs one advantage for all tokens of a response, but these differ: estimate it from the "
+            "outcome (leave-one-out or group mean), not with GAE"
         )
     return torch.where(filled, highest, 0.0)
 
 
 def mean_loss(log_ratio_sum: Tensor, surrogate: Surrogate, num_sequences: Tensor | float) -> Tensor:
-    """−(1/N) Σ_i J_i over this micro-batch, with the gradient −(1/N) Σ_i weight_i·∇S_i.
+    """Return −(1/N) Σ_i J_i over this micro-batch, with the gradient −(1/N) Σ_i weight_i·∇S_i.
 
     Args:
-        log_ratio_sum: S [n] with its graph; what ``surrogate`` was made of.
+        log_ratio_sum: S [n] with its graph, from which ``surrogate`` was computed.
         surrogate: of these responses.
         num_sequences: N, responses with tokens in the whole optimizer step, over all processes.
     """
-    # Selected, not multiplied: an S that is not finite has the weight 0, and 0·inf is NaN.
+    # Select, do not multiply: a non-finite S has weight 0, and 0·inf is NaN.
     moved = torch.where(surrogate.weight != 0, log_ratio_sum - log_ratio_sum.detach(), 0.0)
     return -(surrogate.objective + surrogate.weight * moved).sum() / num_sequences
 
 
 def flags(surrogate: Surrogate) -> dict[str, Tensor]:
-    """Name of a share (docs/metrics.md) → the responses that it counts, bool [n]."""
+    """Return name of the rate (docs/metrics.md) → the responses that it counts, bool [n]."""
     return {
         "fspo/clip_low": surrogate.clipped_low,
         "fspo/clip_high": surrogate.clipped_high,
@@ -129,10 +123,8 @@ def flags(surrogate: Surrogate) -> dict[str, Tensor]:
 
 
 def metrics(log_ratio_sum: Tensor, lengths: Tensor, surrogate: Surrogate) -> dict[str, float]:
-    """Shares of the responses with tokens, and ``fspo/sigma_hat``, of S [n] and L [n]; see docs/metrics.md.
-
-    On policy, where S = 0, there is no ``fspo/sigma_hat``: a mean over micro-batches leaves them out.
-    """
+    """Return rates over the responses with tokens, and ``fspo/sigma_hat``; see docs/metrics.md. Without any
+    S ≠ 0 (on-policy), ``fspo/sigma_hat`` is missing, so that means over micro-batches ignore it."""
     filled = int((lengths > 0).sum())
     shares = {name: flag.sum().item() / max(filled, 1) for name, flag in flags(surrogate).items()}
     finite = log_ratio_sum.isfinite() & (lengths > 0)

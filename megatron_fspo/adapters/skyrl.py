@@ -1,15 +1,15 @@
-"""FSPO as a policy loss of SkyRL; importing this file before the run starts registers it::
+"""FSPO as a policy loss of SkyRL; import this file before the run starts, to register it::
 
     import megatron_fspo.adapters.skyrl                         # in the program that starts the run
     trainer.algorithm.policy_loss_type=fspo trainer.algorithm.loss_reduction=sequence_mean
     trainer.algorithm.eps_clip_low=0.03 trainer.algorithm.eps_clip_high=0.03
 
-Seen with SkyRL 0.4.
+Checked with SkyRL 0.4.
 
 * ``eps_clip_low`` and ``eps_clip_high`` are c_low and c_high, in nats per √token; c_dual is 2·c_high.
-* A loss of SkyRL returns a sum, and has N in its advantages: they come divided by N·L, of ``sequence_mean``.
-  J is linear in the size of A, so L·A gives back J/N. N counts responses without a token as well.
-* Its ``off_policy_correction`` is refused.
+* SkyRL's losses return a sum; with ``sequence_mean``, its advantages are already divided by N·L. J is
+  proportional to the size of A, so passing L·A yields J/N. N includes responses without tokens.
+* ``off_policy_correction`` is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def fspo_policy_loss(
     loss_mask: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """−Σ J_i / N of one micro-batch, and metrics.
+    """Return −Σ J_i / N of one micro-batch, and metrics.
 
     Args:
         log_probs: [n, T] with its graph.
@@ -39,29 +39,29 @@ def fspo_policy_loss(
         advantages: [n, T], A / (N·L) on all tokens of a response.
         config: SkyRL's section ``trainer.algorithm``.
         loss_mask: [n, T].
-        rollout_logprobs: of no effect here.
+        rollout_logprobs: unused.
 
     Raises:
-        ValueError: a limit that is not legal, or SkyRL's default for a ratio; another ``loss_reduction``; an
+        ValueError: an invalid limit, or SkyRL's default for a ratio; another ``loss_reduction``; an
             ``off_policy_correction``; advantages that differ within a response.
     """
     limits = {"eps_clip_low": config.eps_clip_low, "eps_clip_high": config.eps_clip_high}
     fspo = limits_of(limits, "SkyRL")
     if config.loss_reduction != "sequence_mean":
         raise ValueError(
-            f"loss_reduction = {config.loss_reduction!r} does not go with FSPO, a mean over sequences: "
+            f"loss_reduction = {config.loss_reduction!r} is not supported with FSPO, a mean over sequences: "
             "set it to 'sequence_mean'"
         )
     correction = config.off_policy_correction
     if correction != type(correction)():
-        raise ValueError("off_policy_correction does not go with FSPO here: leave it at its defaults")
+        raise ValueError("off_policy_correction is not supported with FSPO: leave it at its defaults")
     mask = torch.ones_like(log_probs, dtype=torch.bool) if loss_mask is None else loss_mask > 0
     lengths = mask.sum(dim=1)
     log_ratio_sum = log_ratio_sums(log_probs, old_log_probs, mask)
     shares = lengths * one_advantage(advantages, mask).to(log_ratio_sum)
     terms = fspo.surrogate(log_ratio_sum, lengths, shares)
     rates = metrics(log_ratio_sum.detach(), lengths, terms)
-    # SkyRL reduces metrics over ranks key by key: a key that only some of them have would mix up the others.
+    # SkyRL reduces metrics over ranks key by key, so a key that only some ranks have would mix up the others.
     rates.pop("fspo/sigma_hat", None)
     return mean_loss(log_ratio_sum, terms, 1.0), rates
 

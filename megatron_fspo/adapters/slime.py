@@ -1,17 +1,17 @@
-"""FSPO as a custom loss of slime; flags name this function::
+"""FSPO as a custom loss of slime, whose flags name this function::
 
     --loss-type custom_loss --custom-loss-function-path megatron_fspo.adapters.slime.fspo_loss
     --eps-clip 0.03 --eps-clip-high 0.03
 
-Seen with slime at 624b824.
+Checked with slime at 624b824.
 
 * ``--eps-clip`` and ``--eps-clip-high`` are c_low and c_high, in nats per √token, and ``--eps-clip-c`` is
-  c_dual; without it that is 2·c_high.
-* Under context parallelism the function sees two chunks of every response: S is added up over the ranks, one
-  all-reduce of one number for each response, and each rank's loss has the gradient of its own tokens.
-* N is slime's global batch size, which counts rollouts: it divides what the function returns by that, and
-  undoes Megatron's means. A rollout of several samples counts once, and so has the sum of their J.
-* Flags of other terms of slime's own loss are refused: a custom loss would leave them out silently.
+  c_dual, by default 2·c_high.
+* Under context parallelism, each rank has two chunks of every response. S is summed over the ranks, with one
+  all-reduce of one number per response; each rank's loss has the gradient of its own tokens.
+* N is slime's global batch size, which counts rollouts: slime divides the returned sum by it and undoes
+  Megatron's means. A rollout of several samples counts once, with the sum of their J.
+* Flags for other terms of slime's own loss are refused, because a custom loss would silently ignore them.
 """
 
 from __future__ import annotations
@@ -36,39 +36,39 @@ from megatron_fspo.adapters.sequence_loss import (
 )
 
 _OTHERS = {
-    "calculate_per_token_loss": "its gradient is divided by tokens, and FSPO is a mean over responses",
-    "use_kl_loss": "there is no KL term here",
-    "entropy_coef": "there is no entropy term here",
+    "calculate_per_token_loss": "it divides by tokens, and FSPO is a mean over responses",
+    "use_kl_loss": "this loss has no KL term",
+    "entropy_coef": "this loss has no entropy term",
     "use_tis": "S has no correction for the sampler",
     "get_mismatch_metrics": "S has no correction for the sampler",
     "use_opsm": "it drops responses by their mean log-ratio",
-    "custom_pg_loss_reducer_function_path": "the mean is over responses",
+    "custom_pg_loss_reducer_function_path": "FSPO is a mean over responses",
 }
-"""Flags of slime's own policy loss, and why they are refused."""
+"""Flags of slime's own policy loss, and the reasons to refuse them."""
 
 
 def fspo_loss(
     args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """−Σ J_i of one micro-batch, as this rank's part, and metrics.
+    """Return −Σ J_i of one micro-batch, as this rank's contribution, and metrics. Collective.
 
     Args:
         args: slime's flags.
         batch: tokens, lengths, masks, advantages and old log-probs of n responses.
         logits: [1, T, V] of this rank's tokens, float32.
-        sum_of_sample_mean: slime's mean over tokens, of no effect here.
+        sum_of_sample_mean: slime's mean over tokens, unused.
 
     Raises:
-        ValueError: a limit that is not legal, or slime's default for a ratio; a flag that does not go with
-            FSPO; advantages that differ within a response.
+        ValueError: an invalid limit, or slime's default for a ratio; a flag that FSPO does not support;
+            advantages that differ within a response.
     """
     for name, why in _OTHERS.items():
         if getattr(args, name, None):
-            raise ValueError(f"--{name.replace('_', '-')} does not go with FSPO: {why}")
+            raise ValueError(f"--{name.replace('_', '-')} is not supported with FSPO: {why}")
     limits = {"--eps-clip": args.eps_clip, "--eps-clip-high": args.eps_clip_high}
     fspo = limits_of(limits, "slime", args.eps_clip_c)
     lengths = torch.stack([mask.sum() for mask in batch["loss_masks"]]).to(logits.device)
-    # Of the response tokens that this rank has, by response.
+    # Log-probs of the response tokens on this rank, by response.
     _, columns = get_log_probs_and_entropy(
         logits,
         args=args,
@@ -80,14 +80,14 @@ def fspo_loss(
     old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
     parts = zip(batch["loss_masks"], batch["total_lengths"], batch["response_lengths"], strict=True)
     mask = _padded([slice_log_prob_with_cp(*one).to(logits.device) > 0 for one in parts])
-    # In float64, so that a split over ranks does not decide what is clipped.
+    # In float64, so that clip decisions do not depend on the split over ranks.
     new = _padded(columns["log_probs"]).double()
-    # slime leaves them out where nothing has moved the policy yet.
+    # slime omits old log-probs if no update has moved the policy yet.
     log_ratio_sum = log_ratio_sums(new, _padded(old).double() if old else new, mask)
     whole, advantages = _over_ranks(log_ratio_sum.detach(), _padded(batch["advantages"]), mask, lengths)
     terms = fspo.surrogate(whole, lengths, advantages)
     sums = {"loss": -terms.objective, **flags(terms)}
-    # slime adds these up over context ranks, too, of which each has them whole.
+    # slime also sums these over context-parallel ranks, each of which has the full value.
     ranks = mpu.get_context_parallel_world_size()
     return (
         mean_loss(log_ratio_sum, terms, 1.0).to(logits.dtype),
@@ -96,7 +96,7 @@ def fspo_loss(
 
 
 def _padded(parts: list[Tensor]) -> Tensor:
-    """[n, longest], of at least one column."""
+    """Pad to [n, longest], with at least one column."""
     empty = parts[0].new_zeros(1)
     return pad_sequence([empty, *parts], batch_first=True)[1:]
 
@@ -104,7 +104,7 @@ def _padded(parts: list[Tensor]) -> Tensor:
 def _over_ranks(
     log_ratio_sum: Tensor, advantages: Tensor, mask: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """S and A [n] of whole responses: those of the context ranks together, the same on all of them."""
+    """Return S and A [n] of whole responses, over all context-parallel ranks, which get the same values."""
     total = log_ratio_sum.clone()
     lowest, highest = advantage_range(advantages.to(total), mask)
     if mpu.get_context_parallel_world_size() > 1:

@@ -1,15 +1,15 @@
-"""FSPO for Tinker, and for services with its API: a function for ``forward_backward_custom``::
+"""FSPO for Tinker and services with its API: a function for ``forward_backward_custom``::
 
     from megatron_fspo.adapters.tinker import fspo_loss
 
     training_client.forward_backward_custom(data, fspo_loss())
 
-The client differentiates it with respect to the log-probs and has the server backpropagate exactly those
-numbers, which are FSPO's weights over −N: nothing is lost to the linearisation. Seen with tinker 0.38.
+The client differentiates the loss with respect to the log-probs and sends the server these derivatives,
+FSPO's weights over −N, to backpropagate. This linearisation is exact. Checked with tinker 0.38.
 
-Each datum is one response, in tensors of equal length as the cookbook's RL data have them in
-``loss_fn_inputs``: ``target_tokens``; ``logprobs`` of the sampler; ``advantages``, the same on all tokens of
-the response; ``mask``, 1 for these. S starts from the sampler, as that service's own losses do.
+Each datum is one response. Its ``loss_fn_inputs`` has tensors of equal length, as in the cookbook's RL data:
+``target_tokens``; ``logprobs`` of the sampler; ``advantages``, the same on all tokens of the response;
+``mask``, 1 for these tokens. S starts from the sampler, as in the service's own losses.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ def fspo_loss(
     c_dual: float | None = None,
     num_sequences: int | None = None,
 ) -> TinkerLoss:
-    """The loss of one ``forward_backward_custom``: (data, log-probs) → (loss, metrics).
+    """Return the loss for ``forward_backward_custom``: (data, log-probs) → (loss, metrics).
 
     Args:
-        c_low: nats per √token, as in :class:`~megatron_fspo.adapters.sequence_loss.FSPO`.
+        c_low: nats per √token; see :class:`~megatron_fspo.adapters.sequence_loss.FSPO`.
         c_high: the same.
         c_dual: the same.
-        num_sequences: N, where one ``optim_step`` follows several calls: responses of all of them. By
-            default those of the call.
+        num_sequences: N, if one ``optim_step`` follows several calls: the responses of all of them. By
+            default, those of the call.
 
     Raises:
-        ValueError: a limit that is not legal; in the call: a datum without one of the four tensors, of other
-            lengths than its log-probs, or whose tokens differ in advantage.
+        ValueError: an invalid limit; in the call: a datum without one of the tensors, with a tensor and
+            log-probs of different lengths, or with advantages that differ within the response.
     """
     fspo = FSPO(c_low=c_low, c_high=c_high, c_dual=c_dual)
 
@@ -76,6 +76,6 @@ def _tensor(inputs: Mapping[str, Any], name: str, log_probs: Tensor, number: int
     value: Tensor = inputs[name].to_torch()
     if value.shape != log_probs.shape:
         raise ValueError(
-            f"datum {number}: {name} has shape {[*value.shape]}, its log-probs {[*log_probs.shape]}"
+            f"datum {number}: {name} has shape {[*value.shape]}, but its log-probs {[*log_probs.shape]}"
         )
     return value.to(log_probs.dtype)

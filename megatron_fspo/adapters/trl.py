@@ -1,16 +1,15 @@
-"""FSPO in TRL: ``FSPOTrainer`` and ``FSPOConfig`` in the place of ``GRPOTrainer`` and ``GRPOConfig``::
+"""FSPO in TRL: use ``FSPOTrainer`` and ``FSPOConfig`` instead of ``GRPOTrainer`` and ``GRPOConfig``::
 
     from megatron_fspo.adapters.trl import FSPOConfig, FSPOTrainer
 
-All but the loss is TRL's: generation, rewards, advantages, data. Seen with TRL 1.16.
+Everything except the loss is TRL's: generation, rewards, advantages, data. Checked with TRL 1.16.
 
-* J is averaged over the responses with tokens of the whole optimizer step, over all processes:
-  gradient accumulation and padding change nothing.
-* S starts from the policy as TRL scores it before the first update. Its correction for a sampler that is not
-  the trainer weighs or drops responses by exp ΣΔ, summed over the whole response by default, so it drops long
-  responses first (huggingface/trl#5814): it is off here, and refused.
-* Settings of other losses are refused, not ignored.
-* TRL's defaults make one optimizer step of each rollout: S = 0, and nothing is ever clipped. It warns then.
+* J is averaged over the responses with tokens of the whole optimizer step, over all processes, so gradient
+  accumulation and padding do not change it.
+* S starts from the policy as TRL scores it before the first update. TRL's importance-sampling correction
+  weighs or drops responses by exp ΣΔ, by default over the whole response, so it drops long responses first
+  (huggingface/trl#5814). It is off here, and refused, as are settings of other losses.
+* With TRL's defaults, each rollout has one optimizer step, where S = 0 and FSPO clips nothing: it warns then.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ from megatron_fspo.objective.band import DEFAULT_C
 _BAND = "FSPO's limits are c_low, c_high and c_dual"
 _OTHERS = {
     "loss_type": "FSPO is the loss",
-    "importance_sampling_level": "FSPO's ratio is of the whole response, and not of its mean",
+    "importance_sampling_level": "FSPO's ratio is that of the whole response, not its mean",
     "epsilon": _BAND,
     "epsilon_high": _BAND,
     "delta": _BAND,
-    "beta": "there is no KL term here",
-    "entropy_coef": "there is no entropy term here",
-    "use_adaptive_entropy": "there is no entropy term here",
-    "top_entropy_quantile": "S is over all tokens of a response",
+    "beta": "this loss has no KL term",
+    "entropy_coef": "this loss has no entropy term",
+    "use_adaptive_entropy": "this loss has no entropy term",
+    "top_entropy_quantile": "S is the sum over all tokens of a response",
     "off_policy_mask_threshold": "it drops responses by their mean log-ratio",
     "vllm_importance_sampling_correction": "exp of a summed difference drops long responses first",
 }
-"""Settings of other losses, and why they are refused."""
+"""Settings of other losses, and the reasons to refuse them."""
 
 _MODEL_INPUTS = (
     "pixel_values image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles image_sizes "
@@ -51,7 +50,7 @@ _MODEL_INPUTS = (
 
 @dataclass
 class Limits:
-    """FSPO's limits, in nats per √token, as keys of a configuration of TRL's."""
+    """FSPO's limits, in nats per √token, as keys of a TRL configuration."""
 
     c_low: float = field(
         default=DEFAULT_C, metadata={"help": "lower edge of the band: S >= -c_low * sqrt(L)"}
@@ -64,28 +63,28 @@ class Limits:
     )
 
     def fspo(self) -> FSPO:
-        """The limits."""
+        """Return the limits."""
         return FSPO(c_low=self.c_low, c_high=self.c_high, c_dual=self.c_dual)
 
     def check(self, others: Mapping[str, str]) -> None:
-        """Raise ``ValueError`` for a limit that is not legal, or a key away from its default that has no
-        effect here: ``others``, with the reason."""
+        """Raise ``ValueError`` for an invalid limit, or one of ``others`` (with reasons) not at its
+        default."""
         self.fspo()
         fields = type(self).__dataclass_fields__
         for name, why in others.items():
             value, default = getattr(self, name), fields[name].default
             if value != default:
-                raise ValueError(f"{name} = {value!r} does not go with FSPO: {why}; leave it at {default!r}")
+                raise ValueError(f"{name} = {value!r} is not supported with FSPO: {why}; use {default!r}")
 
 
 class WithFSPO:
-    """The start of a trainer of TRL's with FSPO as its loss."""
+    """Mixin that makes FSPO the loss of a TRL trainer."""
 
     _paper: ClassVar[dict[str, str]] = {
         "title": "Clip Your Sequences Fairly: Enforcing Length Fairness for Sequence-Level RL",
         "id": "2509.09177",
     }
-    """The paper that model cards name."""
+    """The paper that model cards cite."""
     _config: ClassVar[Any]
     """The class of ``args``."""
     _tag_names: tuple[str, str]
@@ -94,19 +93,17 @@ class WithFSPO:
         args = self._config(self._tag_names[1]) if args is None else args
         own, config = type(self).__name__, self._config.__name__
         if not isinstance(args, self._config):
-            raise TypeError(f"{own} takes an {config}, got a {type(args).__name__}")
+            raise TypeError(f"args of {own} must be an {config}, got a {type(args).__name__}")
         super().__init__(model, reward_funcs, args=args, **kwargs)  # type: ignore[call-arg]
         if self.aux_loss_enabled:  # type: ignore[attr-defined]
-            raise ValueError(f"{own} has no auxiliary loss for routers: set router_aux_loss_coef=0")
+            raise ValueError(f"{own} does not support router auxiliary losses: set router_aux_loss_coef=0")
         self._fspo: FSPO = args.fspo()
 
 
 @dataclass
 class FSPOConfig(Limits, GRPOConfig):
-    """``GRPOConfig`` with FSPO's limits.
-
-    Raises ``ValueError``, one line, for a limit that is not legal or a setting that has no effect here.
-    """
+    """``GRPOConfig`` with FSPO's limits. Raises ``ValueError``, in one line, for an invalid limit or a
+    setting that has no effect."""
 
     vllm_importance_sampling_correction: bool = field(
         default=False, metadata={"help": "refused: it drops long responses first"}
@@ -119,22 +116,20 @@ class FSPOConfig(Limits, GRPOConfig):
         if steps % accumulated:
             raise ValueError(
                 f"steps_per_generation = {steps} must be a multiple of gradient_accumulation_steps = "
-                f"{accumulated}: FSPO's mean is over the responses of an optimizer step, which must be there"
+                f"{accumulated}: FSPO averages over all responses of an optimizer step"
             )
         if steps * self.num_iterations == accumulated:
             warnings.warn(
                 f"steps_per_generation = {steps}, gradient_accumulation_steps = {accumulated} and "
-                "num_iterations = 1 make one optimizer step of each rollout: it is on policy, S = 0, and "
-                f"FSPO clips nothing. Set steps_per_generation={4 * accumulated}, say, or num_iterations=2",
+                "num_iterations = 1 make one on-policy optimizer step of each rollout, so S = 0 and FSPO "
+                f"clips nothing. Set for example steps_per_generation={4 * accumulated} or num_iterations=2",
                 stacklevel=3,
             )
 
 
 class FSPOTrainer(WithFSPO, GRPOTrainer):
-    """``GRPOTrainer`` with FSPO as its loss. ``args`` is a :class:`FSPOConfig`.
-
-    Raises ``TypeError`` for another configuration, ``ValueError`` for a model with an auxiliary loss.
-    """
+    """``GRPOTrainer`` with FSPO as its loss. ``args`` is a :class:`FSPOConfig`; another configuration raises
+    ``TypeError``, a model with an auxiliary loss ``ValueError``."""
 
     _tag_names = ("trl", "fspo")
     _name = "FSPO"
@@ -142,7 +137,7 @@ class FSPOTrainer(WithFSPO, GRPOTrainer):
     args: FSPOConfig
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        """A micro-batch, and of how many responses its optimizer step consists."""
+        """Return a micro-batch, with the number of responses of its optimizer step."""
         inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)
         together = [inputs]
         if self.model.training:
@@ -162,7 +157,7 @@ class FSPOTrainer(WithFSPO, GRPOTrainer):
             compute_entropy=True,
             **{name: inputs.get(name) for name in _MODEL_INPUTS},
         )
-        # TRL leaves them out where nothing has moved the policy yet.
+        # TRL omits old log-probs if no update has moved the policy yet.
         old_log_probs = inputs.get("old_per_token_logps", log_probs)
         log_ratio_sum = log_ratio_sums(log_probs, old_log_probs, mask)
         lengths = mask.sum(dim=1)
@@ -170,12 +165,13 @@ class FSPOTrainer(WithFSPO, GRPOTrainer):
 
         entropy = torch.where(mask, entropies.float(), 0.0).sum(dim=1)
         self._record(log_ratio_sum.detach(), lengths, inputs["advantages"], entropy)
-        # Gradients are averaged over processes, and added up over micro-batches.
+        # TRL averages gradients over processes and sums them over micro-batches.
         per_process = inputs["num_sequences"].clamp(min=1) / self.accelerator.num_processes
         return mean_loss(log_ratio_sum, terms, per_process)
 
     def _record(self, *columns: Tensor) -> None:
-        """Metrics of one micro-batch over all processes; S, L, A and the summed entropy, all [n]."""
+        """Record metrics of one micro-batch over all processes, from S, L, A and the summed entropy, all
+        [n]."""
         rows = self.accelerator.gather(torch.stack([column.float() for column in columns], dim=1))
         log_ratio_sum, lengths, advantages, entropy = rows.unbind(dim=1)
         means = metrics(log_ratio_sum, lengths, self._fspo.surrogate(log_ratio_sum, lengths, advantages))
@@ -186,6 +182,6 @@ class FSPOTrainer(WithFSPO, GRPOTrainer):
 
 
 def _mask(inputs: dict[str, Any]) -> Tensor:
-    """bool [n, T]: tokens of the policy, without those of tools and of responses that are left out."""
+    """Return bool [n, T]: tokens of the policy, without those of tools and of responses that are left out."""
     mask: Tensor = inputs["completion_mask"].bool()
     return mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask

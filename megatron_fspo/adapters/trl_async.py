@@ -1,13 +1,13 @@
-"""FSPO in TRL's asynchronous trainer: ``AsyncFSPOTrainer`` in the place of ``AsyncGRPOTrainer``::
+"""FSPO in TRL's asynchronous trainer: use ``AsyncFSPOTrainer`` instead of ``AsyncGRPOTrainer``::
 
     from megatron_fspo.adapters.trl_async import AsyncFSPOConfig, AsyncFSPOTrainer
 
-It is experimental in TRL. Seen with TRL 1.16.
+The asynchronous trainer is experimental in TRL. Checked with TRL 1.16.
 
-* S starts from the sampler's log-probs, as all of this trainer's ratios do: it includes staleness and the
-  mismatch of sampler and trainer, and the band must leave both alone.
-* J is averaged over the samples of the optimizer step, as many in each. A ``token_budget``, TRL's default, is
-  refused: their number is not known then before the step has ended. A sample without a trained token counts.
+* S starts from the sampler's log-probs, like all ratios of this trainer, so it includes staleness and the
+  mismatch of sampler and trainer; choose a band wide enough for both.
+* J is averaged over the samples of the optimizer step, whose number is fixed and includes samples without a
+  trained token. TRL's default ``token_budget``, which leaves the number open, is refused.
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ from megatron_fspo.adapters.trl import Limits, WithFSPO
 _OTHERS = {
     "epsilon": "FSPO's limits are c_low, c_high and c_dual",
     "epsilon_high": "FSPO's limits are c_low, c_high and c_dual",
-    "token_budget": "the number of samples of an optimizer step must be known when it begins",
+    "token_budget": "the number of samples of an optimizer step must be known at its beginning",
 }
 
 
 @dataclass
 class AsyncFSPOConfig(Limits, AsyncGRPOConfig):
-    """``AsyncGRPOConfig`` with FSPO's limits.
-
-    Raises ``ValueError``, one line, for a limit that is not legal or a setting that has no effect here.
-    """
+    """``AsyncGRPOConfig`` with FSPO's limits. Raises ``ValueError``, in one line, for an invalid limit or a
+    setting that has no effect."""
 
     token_budget: int | None = field(
-        default=0, metadata={"help": "0, a fixed number of samples in each micro-batch; else refused"}
+        default=0, metadata={"help": "must be 0: a fixed number of samples per micro-batch"}
     )
 
     def __post_init__(self) -> None:
@@ -46,10 +44,8 @@ class AsyncFSPOConfig(Limits, AsyncGRPOConfig):
 
 
 class AsyncFSPOTrainer(WithFSPO, AsyncGRPOTrainer):
-    """``AsyncGRPOTrainer`` with FSPO as its loss. ``args`` is an :class:`AsyncFSPOConfig`.
-
-    Raises ``TypeError`` for another configuration, ``ValueError`` for a model with an auxiliary loss.
-    """
+    """``AsyncGRPOTrainer`` with FSPO as its loss. ``args`` is an :class:`AsyncFSPOConfig`; another
+    configuration raises ``TypeError``, a model with an auxiliary loss ``ValueError``."""
 
     _tag_names = ("trl", "async-fspo")
     _name = "AsyncFSPO"
@@ -63,14 +59,14 @@ class AsyncFSPOTrainer(WithFSPO, AsyncGRPOTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Tensor:
-        """The loss of one packed row; all but the loss, its clip rates included, stays TRL's."""
+        """Return the loss of one packed row. Everything except the loss and its clip rates stays TRL's."""
         outputs = []
 
         def watched(**keys: Any) -> Any:
             outputs.append(model(**keys))
             return outputs[-1]
 
-        # For its accounting. Its loss is dropped, and so are the clip rates of a loss that does not act.
+        # For its accounting. Its loss is discarded, and so are the clip rates of that loss.
         super().compute_loss(watched, inputs)
         for name in [name for name in self._metrics["train"] if name.startswith("clip_ratio/")]:
             del self._metrics["train"][name]
@@ -84,13 +80,13 @@ class AsyncFSPOTrainer(WithFSPO, AsyncGRPOTrainer):
         lengths = difference.new_zeros(n).index_add(0, segment, torch.ones_like(difference))
         advantages = difference.new_zeros(n)
         advantages[segment] = inputs["advantages"][selected].float()
-        # Metrics over all processes, whose rows have samples in different numbers.
+        # Metrics over all processes, whose rows differ in number of samples.
         columns = torch.stack([log_ratio_sum.detach(), lengths, advantages], dim=1)
         rows = self.accelerator.gather(self.accelerator.pad_across_processes(columns))
         sums, counts, of_each = rows.unbind(dim=1)
         for name, value in metrics(sums, counts, self._fspo.surrogate(sums, counts, of_each)).items():
             self._metrics["train"][name].append(value)
-        # Gradients are averaged over processes, and added up over micro-batches.
+        # TRL averages gradients over processes and sums them over micro-batches.
         per_process = self.args.per_device_train_batch_size * self.current_gradient_accumulation_steps
         terms = self._fspo.surrogate(log_ratio_sum, lengths, advantages)
         return mean_loss(log_ratio_sum, terms, per_process)

@@ -1,14 +1,13 @@
-"""FSPO as a policy loss of verl; importing this file registers it, and verl imports it by itself::
+"""FSPO as a policy loss of verl, registered when this file is imported, which verl does itself::
 
     actor_rollout_ref.actor.policy_loss.loss_mode=fspo
     actor_rollout_ref.actor.clip_ratio_low=0.03 actor_rollout_ref.actor.clip_ratio_high=0.03
 
-verl finds it by the entry point in the group ``verl.plugins`` where this package is installed. Seen with
-verl 0.9.1.
+verl imports it through an entry point of the group ``verl.plugins``. Checked with verl 0.9.1.
 
 * ``clip_ratio_low`` and ``clip_ratio_high`` are c_low and c_high, in nats per √token; c_dual is 2·c_high.
-* J is a mean over sequences, whatever ``loss_agg_mode`` says: that goes on to hold for verl's entropy and KL
-  terms. N is verl's ``global_batch_size``, which counts responses without a token as well.
+* J is a mean over sequences, whatever ``loss_agg_mode`` says, which still applies to verl's entropy and KL
+  terms. N is verl's ``global_batch_size``, which includes responses without tokens.
 * ``algorithm.rollout_correction.bypass_mode`` replaces ``loss_mode`` by its own, so FSPO does not run there.
 """
 
@@ -36,26 +35,26 @@ def fspo_policy_loss(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """−(1/N) Σ J_i of one micro-batch, times the data-parallel size, and metrics for verl to average.
+    """Return −(1/N) Σ J_i of one micro-batch times the data-parallel size, and metrics for verl to average.
 
     Args:
         old_log_prob: [n, T].
         log_prob: [n, T] with its graph.
         advantages: [n, T], the same on all tokens of a response.
         response_mask: [n, T].
-        loss_agg_mode: of no effect here.
+        loss_agg_mode: unused.
         config: the actor's, with ``global_batch_info`` as verl sets it before each micro-batch.
-        rollout_is_weights: [n, T], factors of the tokens' gradients; they leave S and the clips alone.
+        rollout_is_weights: [n, T], factors on the gradients of tokens; they do not affect S and clips.
 
     Raises:
-        ValueError: a limit that is not legal, or verl's default for a ratio; advantages that differ within a
-            response; several data-parallel ranks without ``global_batch_size``.
+        ValueError: an invalid limit, or verl's default for a ratio; advantages that differ within a response;
+            several data-parallel ranks without ``global_batch_size``.
     """
     limits = {"clip_ratio_low": config.clip_ratio_low, "clip_ratio_high": config.clip_ratio_high}
     fspo = limits_of(limits, "verl")
     if config.clip_ratio_c != _DUAL_RATIO:
         raise ValueError(
-            f"clip_ratio_c = {config.clip_ratio_c} is a limit on a ratio, and FSPO's dual clip lies at "
+            f"clip_ratio_c = {config.clip_ratio_c} is a limit on a ratio, but FSPO's dual clip is "
             f"2 * clip_ratio_high; leave it at {_DUAL_RATIO}"
         )
     mask = response_mask > 0
@@ -69,9 +68,9 @@ def fspo_policy_loss(
     ranks, count = info.get("dp_size", 1), info.get("global_batch_size")
     if count is None:
         if ranks > 1:
-            raise ValueError(f"global_batch_size is not set, and there are {ranks} data-parallel ranks")
+            raise ValueError(f"global_batch_size is not set, but there are {ranks} data-parallel ranks")
         count = max(int((lengths > 0).sum()), 1)
-    # Gradients are averaged over ranks, and added up over micro-batches.
+    # verl averages gradients over ranks and sums them over micro-batches.
     loss = mean_loss(moving, terms, float(count / ranks))
 
     shares: dict[str, Any] = metrics(log_ratio_sum.detach(), lengths, terms)
@@ -79,5 +78,5 @@ def fspo_policy_loss(
     shares["actor/pg_clipfrac"] = sum(
         shares[name] for name in ("fspo/clip_low", "fspo/clip_high", "fspo/dual_clip_frac")
     )
-    shares["actor/ppo_kl"] = -log_ratio_sum.detach().nan_to_num().sum().item() / tokens
+    shares["actor/ppo_kl"] = -log_ratio_sum.detach().nan_to_num(0.0, 0.0, 0.0).sum().item() / tokens
     return loss, shares

@@ -1,8 +1,8 @@
 """``megatron-fspo init | train | plan | verify | calibrate | evaluate | explain | sweep | data | convert |
 serve | status | report | doctor``.
 
-Exit status: 0 done; 1 the run or the check failed; 2 bad arguments or input, named in one line; 143 stopped
-by SIGTERM with a checkpoint to resume from; 130 by Ctrl-C; 141 where nobody reads its output any more.
+Exit status: 0 success; 1 the run or check failed; 2 invalid arguments or input, reported in one line; 130
+interrupted by Ctrl-C; 141 stdout was closed; 143 stopped by SIGTERM, with a checkpoint to resume from.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megatron_fspo.cli.console import OneLineParser, exit_status, quiet_megatron
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status. A package that is not installed is named in one line."""
+    """Run the command line and return the exit status. A missing package is reported in one line."""
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         try:
             return _main(words)
-        except KeyboardInterrupt:  # before a command began
+        except KeyboardInterrupt:  # before the command started
             print("megatron-fspo: interrupted", file=sys.stderr)
             return 130
         except ModuleNotFoundError as error:
@@ -40,9 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         readers = select.poll()
         readers.register(sys.stdout, 0)
-        if not readers.poll(0):  # the pipe is another: a worker's, say
+        if not readers.poll(0):  # another pipe broke, such as a worker's
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes there at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 141
 
 
@@ -51,18 +51,18 @@ def _main(words: list[str]) -> int:
     parser = make_parser()
     args, rest = parser.parse_known_args(words)
     args.argv = words
-    # `verify` has keys of a run only where there is one.
+    # `verify` accepts configuration keys only with --config.
     if rest and not (args.keys and args.config if args.command == "verify" else args.keys):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return exit_status(lambda: int(args.run(args, rest)), "megatron-fspo")
 
 
 def make_parser() -> OneLineParser:
-    """The parser of the whole command line; ``run`` of its result does what was asked for."""
+    """Return the parser of the whole command line; its result has the command's function as ``run``."""
     from megatron_fspo import __version__
     from megatron_fspo.cli import convert, evaluate, init, lab, tools, train
 
-    parser = OneLineParser(prog="megatron-fspo", description="FSPO on Megatron-Core.")
+    parser = OneLineParser(prog="megatron-fspo", description="FSPO for LLMs on Megatron-Core.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     init.add_init(commands)

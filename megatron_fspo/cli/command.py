@@ -1,8 +1,7 @@
-"""Shared by all commands: how one is declared, its common flags, and the start of its ranks.
+"""Declares commands and their common flags, and starts ranks.
 
-A command is an ``add_<name>`` function, which declares its words, with the function it runs beside it. That
-gets the arguments and the overrides (``--section.key value``), and returns the exit status. Imports that take
-seconds wait in it until the arguments are known to be right.
+A command is a pair of functions. ``add_<name>`` declares its arguments; its ``run`` function gets these and
+the overrides (``--section.key value``), checks them before slow imports, and returns the exit status.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from megatron_fspo.errors import InputError
 Commands: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
 Run = Callable[[argparse.Namespace, list[str]], int]
 SHUTDOWN_SECONDS = "1800"
-"""From SIGTERM to the kill, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise."""
+"""Time from SIGTERM to SIGKILL; TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it."""
 
 
 def add(
@@ -33,10 +32,10 @@ def add(
     epilog: str | None = None,
     keys: bool = False,
 ) -> OneLineParser:
-    """Declare a command that ``run`` does, and return its parser, for its flags.
+    """Declare a command and return its parser.
 
-    ``text`` is its line in the list of commands; ``description`` and ``epilog`` are its own help, kept as
-    they are where the first has several lines. With ``keys`` overrides are arguments, too.
+    ``run`` is its function, ``text`` its line in the list of commands. ``description`` and ``epilog`` are its
+    own help, not re-wrapped if the description has several lines. With ``keys`` it accepts overrides.
     """
     raw = description is not None and "\n" in description
     parser = commands.add_parser(
@@ -51,28 +50,26 @@ def add(
     return parser
 
 
-def add_config(parser: OneLineParser, text: str = "the run, as TOML", *, required: bool = False) -> None:
-    """Declare ``--config``, which may come several times."""
-    text = f"{text}; again for files that change keys of those before"
+def add_config(parser: OneLineParser, text: str = "configuration (TOML)", *, required: bool = False) -> None:
+    """Declare ``--config``, which may be repeated."""
+    text = f"{text}; may be repeated: later files override keys of earlier ones"
     parser.add_argument("--config", type=Path, action="append", required=required, metavar="FILE", help=text)
 
 
 def add_nproc(parser: OneLineParser) -> None:
-    """Declare ``--nproc``."""
-    text = "processes to start here with torchrun (default 1)"
+    text = "number of processes to start on this machine with torchrun (default 1)"
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help=text)
 
 
 def add_json(parser: OneLineParser) -> None:
-    """Declare ``--json``."""
     parser.add_argument("--json", action="store_true", help="print one JSON line")
 
 
 def world_size(args: argparse.Namespace) -> int:
-    """The number of processes of the job: torchrun's, or those that --nproc is about to start."""
+    """Return the number of processes of the job: torchrun's, or ``--nproc``."""
     if "WORLD_SIZE" in os.environ:
         if not os.environ["WORLD_SIZE"].isdecimal():
-            raise InputError(f"WORLD_SIZE = {os.environ['WORLD_SIZE']!r}: not a number of processes")
+            raise InputError(f"WORLD_SIZE = {os.environ['WORLD_SIZE']!r}: must be a number of processes")
         return int(os.environ["WORLD_SIZE"])
     if args.nproc < 1:
         raise InputError(f"--nproc {args.nproc}: must be at least 1")
@@ -80,18 +77,18 @@ def world_size(args: argparse.Namespace) -> int:
 
 
 def start_ranks(args: argparse.Namespace) -> None:
-    """Become torchrun with the same command line, with ``--nproc``; it starts this program again per rank."""
+    """With ``--nproc``, replace this process by torchrun, which runs the same command line on every rank."""
     if args.nproc == 1 or "WORLD_SIZE" in os.environ:
         return
     words = list(args.argv)
-    if "--nproc" in words:  # torchrun would take the word for an abbreviation of its own
+    if "--nproc" in words:  # torchrun would read it as an abbreviation of its own flag
         at = words.index("--nproc")
         del words[at : at + 2]
     words = [word for word in words if not word.startswith("--nproc=")]
-    # torchrun would set the same and warn about it.
+    # torchrun would set the same value with a warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.stdout.flush()
     launcher = ["-m", "megatron_fspo.cli.launch", "--standalone", "--nproc-per-node", str(args.nproc)]
-    # After SIGTERM torchrun kills ranks that are still there; by its own default after 30 s, in mid-step.
+    # torchrun kills ranks that still run 30 s after SIGTERM by default, which may be in the middle of a step.
     launcher += ["--shutdown-timeout", os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)]
     os.execv(sys.executable, [sys.executable, *launcher, "-m", "megatron_fspo", *words])

@@ -1,4 +1,4 @@
-"""Shared by the command lines: exit status, errors in one line, progress bars."""
+"""Exit status, one-line errors and progress bars, for all command lines."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ from typing import Any, NoReturn
 from megatron_fspo.errors import InputError, TrainingError
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-"""Errors that a person mends, not a programmer: no room, or no right to write."""
+"""Errors that a user can fix: a full disk, missing write permission."""
 
 
 def exit_status(work: Callable[[], int], program: str) -> int:
-    """Run ``work``; what is wrong goes to stderr in one line, of rank 0.
-
-    Returns:
-        what ``work`` returned; 1 if the run or a check failed, 2 for bad input, 130 after Ctrl-C.
-    """
+    """Run ``work`` and return its result, or an exit status: 1 if it failed, 2 after invalid input, 130 after
+    Ctrl-C. Rank 0 prints the error as one line on stderr."""
     try:
         return work()
     except (InputError, TrainingError) as error:
@@ -41,16 +38,16 @@ def exit_status(work: Callable[[], int], program: str) -> int:
 
 
 def say(message: str) -> None:
-    """Print a line on stderr, of rank 0."""
+    """Print a line on stderr, on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         print(message, file=sys.stderr, flush=True)
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Tells in one line, without the usage, what is wrong with the arguments; once per job.
+    """Parser that reports wrong arguments in one line without the usage, once per job.
 
-    An unknown flag is reported before a missing one: it may be that one, misspelt. Flags with dots are keys
-    of a configuration, which are read later.
+    It reports an unknown flag before a missing one, which it may be, misspelt. Flags with dots are
+    configuration keys, which are parsed later.
     """
 
     def parse_known_args(  # type: ignore[override]
@@ -61,7 +58,7 @@ class OneLineParser(argparse.ArgumentParser):
         for flag in flags if self._subparsers is None else ():
             if flag.startswith("--") and "." not in flag and flag not in self._option_string_actions:
                 close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-                legal = f"did you mean {close[0]}?" if close else "keys of a run are --section.key value"
+                legal = f"did you mean {close[0]}?" if close else "configuration keys are --section.key value"
                 self.error(f"unexpected argument {flag!r}: {legal}")
         return super().parse_known_args(words, namespace)
 
@@ -72,26 +69,26 @@ class OneLineParser(argparse.ArgumentParser):
 
 @contextmanager
 def progress_bar(total_bytes: int, what: str) -> Iterator[Callable[[int], object]]:
-    """Show bytes, rate and time left on stderr; the function it gives takes the bytes done since."""
-    from tqdm import tqdm  # not there in other trainers' environments, where `explain` and `doctor` run
+    """Show a progress bar on stderr; call the yielded function with the number of further bytes done."""
+    from tqdm import tqdm  # missing in other trainers' environments, where `explain` and `doctor` run
 
     with tqdm(total=total_bytes, desc=what, unit="B", unit_scale=True, disable=None, leave=False) as bar:
         yield bar.update
 
 
 def quiet_megatron() -> None:
-    """Silence Megatron's warnings of every optional package that is not there; `doctor` says it better."""
+    """Silence Megatron's warnings about missing optional packages, which `doctor` reports."""
     warnings.filterwarnings("ignore", module=r"megatron\.core")
-    # torch's deprecations of what Megatron calls.
+    # torch deprecates functions that Megatron calls.
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".*deprecat")
-    # megatron-core 0.19 tells every run that GPTModel, which ours is, gets no new features.
+    # megatron-core 0.19 warns in every run that GPTModel, which we use, gets no new features.
     logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(
         lambda record: "IS DEPRECATED" not in record.getMessage()
     )
 
 
 def import_megatron() -> None:
-    """Import Megatron, before what uses it, so that it is quiet, and soon there on a CPU."""
+    """Import Megatron without its warnings and, on a CPU, without its compilation at import."""
     quiet_megatron()
     from megatron_fspo.mcore import leave_uncompiled
 

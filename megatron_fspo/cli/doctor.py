@@ -1,4 +1,4 @@
-"""Looks at what is installed, what a run would use, and what is missing for one on GPUs."""
+"""Reports what is installed, what a run would use, and what is missing for a run on GPUs."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _MODULES = {
     "math": {"math-verify": "math_verify", "sympy": "sympy"},
     "gym": {"reasoning-gym": "reasoning_gym"},
 }
-"""Extra ("" for what any run takes) → package → its module: the dependencies of pyproject.toml."""
+"""Extra ("" for required packages) → package → module: the dependencies in pyproject.toml."""
 
 
 def is_required(module: str | None) -> bool:
-    """Return True for a module of a package that this one depends on, perhaps by an extra."""
+    """Return True if the module belongs to a dependency of ours, required or of an extra."""
     return any(_top(module) in modules.values() for modules in _MODULES.values())
 
 
 def what_is_required(module: str | None) -> str:
-    """Return one line for somebody whose environment lacks the module."""
+    """Return the error message, one line, for a missing module of a dependency."""
     extra, name = next(
         (extra, name)
         for extra, modules in _MODULES.items()
@@ -44,18 +44,18 @@ def what_is_required(module: str | None) -> str:
     if extra:
         return (
             f"this needs the Python package {name} of the extra {extra}: `pip install -e '.[{extra}]'` in a "
-            "checkout of megatron_fspo"
+            "checkout of megatron_fspo installs it"
         )
     others = len(absent()) - 1
-    more = f", and {others} more are not" if others > 0 else ""
+    more = f" (and {others} more)" if others > 0 else ""
     return (
-        f"this needs the Python package {name}, which is not installed here{more}: `pip install -e .` in a "
-        "checkout of megatron_fspo installs all, `megatron-fspo doctor` lists what is missing"
+        f"this needs the Python package {name}{more}, which is not installed: run `pip install -e .` in a "
+        "checkout of megatron_fspo; `megatron-fspo doctor` lists missing packages"
     )
 
 
 def absent(extra: str = "") -> list[str]:
-    """Packages of an extra, or that any run takes, that are not installed."""
+    """Return the packages of an extra, or required ones, that are not installed."""
     return [name for name, module in _MODULES[extra].items() if not _importable(module)]
 
 
@@ -64,13 +64,13 @@ def _top(module: str | None) -> str:
 
 
 def examine(config: Config | None = None) -> dict[str, Any]:
-    """Look around; returns the findings as JSON types.
+    """Examine the installation and return the findings as JSON types.
 
-    They are ``python``, ``packages``, ``gpus``, ``use``, ``missing``, ``required`` (of the packages that any
-    run takes, those that are not installed) and ``transformer engine``, which is empty where it does not
-    import or torch sees no GPU: with the attention that the shapes of the run get, else Qwen3-8B's. Without
-    torch or megatron-core nothing can be used, and no GPU be seen. Raises ``InputError`` if the run's model
-    cannot be read.
+    Keys: ``python``, ``packages``, ``gpus``, ``use``, ``missing``, ``required`` (required packages that are
+    missing) and ``transformer engine``. The last has the attention backend for the shapes of the run, by
+    default those of Qwen3-8B; it is empty without a GPU or if the package does not import. Without torch,
+    megatron-core or pydantic, ``gpus`` and ``use`` are empty. Raises ``InputError`` if the run's model cannot
+    be read.
     """
     required = absent()
     findings: dict[str, Any] = {
@@ -79,7 +79,7 @@ def examine(config: Config | None = None) -> dict[str, Any]:
         "gpus": [],
         "use": {},
         "transformer engine": {},
-        "missing": ["whatever `megatron-fspo doctor` finds when the packages above are installed"],
+        "missing": ["install the packages above, then run `megatron-fspo doctor` again"],
         "required": required,
     }
     if {"torch", "megatron-core", "pydantic"} & set(required):
@@ -95,17 +95,17 @@ def examine(config: Config | None = None) -> dict[str, Any]:
     backend = choose_backend("auto", "auto" if problem is None or not gpus else "local")
     missing = []
     if not gpus:
-        missing.append("a GPU that torch can see (a driver, and a CUDA build of torch)")
+        missing.append("a GPU that torch can use: needs a driver and a CUDA build of torch")
     if problem is not None:
         missing.append(
-            f"Transformer Engine: {problem}. On a GPU machine, after torch, in a checkout of megatron_fspo: "
-            "`pip install wheel packaging ninja && pip install --no-build-isolation -e '.[te]'`; it compiles "
-            "against CUDA's nvcc and the headers of cuDNN and NCCL"
+            f"Transformer Engine: {problem}. On a GPU machine with torch, run in a checkout of megatron_fspo "
+            "`pip install wheel packaging ninja && pip install --no-build-isolation -e '.[te]'`; this needs "
+            "CUDA's nvcc and the headers of cuDNN and NCCL"
         )
     if findings["packages"]["apex"] and not apex_kernels:
         missing.append(
-            "NVIDIA apex: the package `apex` found here has none of its CUDA kernels (the one on the package "
-            "index is another project). Remove it; Transformer Engine has all that a run needs"
+            "NVIDIA apex: the installed package `apex` has no CUDA kernels (on PyPI that name is another "
+            "project). Uninstall it; Transformer Engine has all that a run needs"
         )
     extras = {extra: absent(extra) for extra in _MODULES if extra}
     missing += [
@@ -114,10 +114,10 @@ def examine(config: Config | None = None) -> dict[str, Any]:
         if names
     ]
     if not findings["packages"]["vllm"]:
-        missing.append("optional: vllm, in an environment of its own, for rollout.engine = vllm")
+        missing.append("optional: vllm, in a separate environment, for rollout.engine = vllm")
     if torch.distributed.is_nccl_available():
         missing += nccl_problems(".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
-    # The library whose Adam a run on a GPU takes.
+    # The library whose Adam a run on GPUs uses.
     library = "Transformer Engine" if problem is None else "apex" if "amp_C" in apex_kernels else "torch"
     use = {
         "device": backend.device.type,
@@ -131,7 +131,7 @@ def examine(config: Config | None = None) -> dict[str, Any]:
 
 
 def _engine(config: Config | None) -> dict[str, str]:
-    """The version of Transformer Engine, and what this GPU does with it."""
+    """Return Transformer Engine's version and what it supports on this GPU."""
     from megatron_fspo.mcore import engine
 
     facts = {
@@ -141,7 +141,7 @@ def _engine(config: Config | None) -> dict[str, str]:
     }
     for recipe, problem in engine.fp8_problems().items():
         facts[f"FP8 {recipe}"] = "runs" if problem is None else f"no: {problem}"
-    # What attention is asked for: by the run on one of its ranks; by default by Qwen3-8B.
+    # Attention shapes on one rank of the run; by default those of Qwen3-8B.
     name, shapes = "Qwen3-8B", {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_tokens": 16384}
     if config is not None:
         from megatron_fspo.weights import read_architecture
@@ -161,24 +161,23 @@ def _engine(config: Config | None) -> dict[str, str]:
 
 
 def nccl_problems(version: str) -> list[str]:
-    """What keeps a trainer with this NCCL and the vLLM of this machine, if there is one, out of one group."""
+    """Return why a trainer with this NCCL and the local vLLM cannot share a process group."""
     from megatron_fspo.rollout.server.flags import find_vllm
 
-    with suppress(InputError):  # none
+    with suppress(InputError):  # no vLLM here
         vllm = find_vllm(None)
         if vllm.nccl not in (None, version):
             differ = f"{version} here, {vllm.nccl} with {vllm.program}"
-            return [f"optional: for vllm.transfer = nccl the same NCCL in both environments: {differ}"]
+            return [f"optional: vllm.transfer = nccl needs the same NCCL in both environments: {differ}"]
     return []
 
 
 def render(findings: dict[str, Any]) -> str:
-    """Format the findings for a person."""
     lines = [f"python {findings['python']}", "", "installed"]
     lines += [f"  {name:<20} {version or '-'}" for name, version in findings["packages"].items()]
     lines.append(f"  {'GPUs':<20} {', '.join(findings['gpus']) or '-'}")
     if findings["required"]:
-        lines += ["", "missing for any run: `pip install -e .` in a checkout of megatron_fspo installs"]
+        lines += ["", "missing for any run: run `pip install -e .` in a checkout of megatron_fspo"]
         lines += [f"  - {name}" for name in findings["required"]]
     if findings["use"]:
         lines += ["", "a run here uses"]
@@ -206,11 +205,8 @@ def _importable(module: str) -> bool:
 
 
 def verl_problem() -> str | None:
-    """Why verl, as it is installed here, has no policy loss ``fspo``; None if it has. It is imported.
-
-    verl reports a plugin that fails to load on its DEBUG log only, and then that the loss mode is not
-    supported.
-    """
+    """Import verl and return why it has no policy loss ``fspo``; None if it has. verl
+    logs a plugin that fails to load at DEBUG level only, and later reports an unsupported loss mode."""
     if importlib.util.find_spec("verl") is None:
         return "verl is not installed in this environment"
     registry = importlib.import_module("verl.trainer.ppo.core_algos").POLICY_LOSS_REGISTRY
@@ -219,11 +215,11 @@ def verl_problem() -> str | None:
     allowed = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
     entry_points = importlib.metadata.entry_points(group="verl.plugins", name="megatron_fspo")
     if not entry_points:
-        return "megatron_fspo is installed without its entry point: pip install --no-deps -e ."
+        return "megatron_fspo is installed without its entry point; run `pip install --no-deps -e .`"
     if allowed != "auto" and "megatron_fspo" not in allowed.split(","):
-        return f"VERL_USE_EXTERNAL_PLUGINS={allowed} leaves megatron_fspo out"
+        return f"VERL_USE_EXTERNAL_PLUGINS={allowed} excludes megatron_fspo"
     try:
         next(iter(entry_points)).load()
     except Exception as error:
-        return f"megatron_fspo does not load: {error!r}"
-    return "megatron_fspo loads now, but did not when verl was imported"
+        return f"megatron_fspo fails to load: {error!r}"
+    return "megatron_fspo loads now, but was not loaded when verl was imported"

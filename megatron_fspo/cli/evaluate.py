@@ -1,4 +1,4 @@
-"""The command ``evaluate``, and how its flags become a configuration."""
+"""The command ``evaluate``."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from megatron_fspo.job.folder import check_writable
 from megatron_fspo.weights import read_architecture
 
 _HELP = """\
-Accuracy of a checkpoint: mean@k, pass@k and maj@k with 95% intervals over problems.
+Measure the accuracy of a checkpoint: mean@k, pass@k and maj@k with 95% intervals over problems.
 
 A checkpoint:             megatron-fspo evaluate --model runs/demo/hf --data math.jsonl aime.jsonl \\
                               --reward exact_match --samples 16 --out evaluations/demo
-A number for each file:   ... --samples 4 32
-Against another:          ... --compare evaluations/before
-From servers of vLLM:     ... --engine vllm --vllm.urls '["http://127.0.0.1:8000"]'
-As a run evaluates:       megatron-fspo evaluate --config runs/demo/config.toml --model runs/demo/hf
+Samples for each file:    ... --samples 4 32
+Compare with another:     ... --compare evaluations/before
+Sample from vLLM servers: ... --engine vllm --vllm.urls '["http://127.0.0.1:8000"]'
+Settings of a run:        megatron-fspo evaluate --config runs/demo/config.toml --model runs/demo/hf
 
-The folder has table.md, results.json and every completion (samples.jsonl). The same command goes on where a
-killed one stopped. Any key of the configuration is an argument too: --model.dtype bfloat16, say.
+Writes table.md, results.json and all completions (samples.jsonl) to the folder. The same command continues an
+interrupted evaluation. Any configuration key is also an argument, such as --model.dtype bfloat16.
 """
 KEYS = {
     "model": "model.checkpoint",
@@ -41,47 +41,45 @@ KEYS = {
     "max_response_tokens": "rollout.max_response_tokens",
     "engine": "rollout.engine",
 }
-"""Flag → the key that it is another name of."""
+"""Flag → the configuration key that it sets."""
 SAMPLES = 16
 LONGEST_RESPONSE = 4096
-"""Tokens, where nobody says; at most half of what the model reads."""
+"""Default of the longest response in tokens, but at most half of the model's context."""
 
 
 def add_evaluate(commands: command.Commands) -> None:
-    """Declare the command."""
     evaluate = command.add(
-        commands, "evaluate", run, "sample and grade prompts, with intervals", _HELP, keys=True
+        commands, "evaluate", run, "measure the accuracy of a checkpoint", _HELP, keys=True
     )
-    command.add_config(evaluate, "a run, as TOML, in place of the flags")
+    command.add_config(evaluate, "configuration (TOML), which flags override")
     flag = evaluate.add_argument
-    flag("--model", type=Path, metavar="DIR", help="checkpoint: Hugging Face, or converted to Megatron")
-    flag("--data", type=Path, nargs="+", metavar="FILE", help="prompts, a set per file")
-    flag("--preset", metavar="NAME", help="how the files name their fields (data.preset)")
-    flag("--reward", metavar="NAME", help="the grade of a response (reward.name)")
+    flag("--model", type=Path, metavar="DIR", help="checkpoint, Hugging Face or converted to Megatron")
+    flag("--data", type=Path, nargs="+", metavar="FILE", help="prompts, one set per file")
+    flag("--preset", metavar="NAME", help="format of the files (data.preset)")
+    flag("--reward", metavar="NAME", help="reward that grades responses (reward.name)")
     flag(
         "--samples",
         type=int,
         nargs="+",
         metavar="N",
-        help="responses per prompt (default 16); several: one for each file of --data",
+        help="responses per prompt (default 16): one number, or one for each file of --data",
     )
-    flag("--temperature", type=float, metavar="T", help="0: greedy (default 1)")
-    flag("--top-p", type=float, metavar="P", help="(default 1)")
+    flag("--temperature", type=float, metavar="T", help="sampling temperature; 0: greedy (default 1)")
+    flag("--top-p", type=float, metavar="P", help="nucleus sampling (default 1)")
     flag(
         "--max-response-tokens",
         type=int,
         metavar="N",
-        help="longest response (default 4096, at most half of the model's context)",
+        help="longest response in tokens (default 4096, at most half of the model's context)",
     )
-    flag("--engine", choices=["embedded", "vllm"], help="what samples (default embedded)")
-    flag("--out", type=Path, metavar="DIR", help="where results go, or are gone on with")
-    flag("--compare", type=Path, metavar="DIR", help="another evaluation's --out")
+    flag("--engine", choices=["embedded", "vllm"], help="sampling engine (default embedded)")
+    flag("--out", type=Path, metavar="DIR", help="folder of the results, new or of an interrupted evaluation")
+    flag("--compare", type=Path, metavar="DIR", help="folder of another evaluation, to compare with")
     command.add_json(evaluate)
     command.add_nproc(evaluate)
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Evaluate, and print the metrics."""
     config = config_of(args, overrides)
     import_megatron()
 
@@ -109,11 +107,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 def config_of(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
     """Make the configuration of ``evaluate``.
 
-    Flags go before overrides, and both before what the file of ``--config`` says. Without one, keys that only
-    a training needs are filled in.
-
-    Raises:
-        InputError: flags are missing, or wrong together.
+    Overrides take precedence over flags, and flags over the files of ``--config``. Without ``--config``, keys
+    that only training needs get placeholder values. Raises ``InputError`` if flags are missing or conflict.
     """
     alike = args.samples[0] if args.samples and len(args.samples) == 1 else None
     flags = vars(args) | {"samples": alike}
@@ -124,7 +119,7 @@ def config_of(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
     if args.config is not None:
         config = load_config(args.config, words)
         if alike is not None and not any(word.startswith("--data.validation") for word in overrides):
-            # One number given here holds for sets of the file, too, that have another.
+            # One number on the command line also replaces numbers of single sets in the file.
             sets = tuple(one.model_copy(update={"samples": None}) for one in config.data.validation_sets)
             if sets != config.data.validation_sets:
                 data = config.data.model_copy(update={"validation": sets})
@@ -142,11 +137,11 @@ def config_of(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
 
 
 def _sets(files: Sequence[Path], samples: Sequence[int] | None) -> list[str]:
-    """The override for the files of ``--data``, each with its number of samples if there are several."""
+    """Return the override for the files of ``--data``, with their numbers of samples if given per file."""
     if samples is not None and len(samples) != len(files):
         raise InputError(
-            f"--samples has {len(samples)} numbers and --data {len(files)} files: give one number for all "
-            "sets, or one for each file"
+            f"--samples has {len(samples)} numbers and --data {len(files)} files: give one number, or one "
+            "for each file"
         )
     own = [f", samples = {n}" for n in samples or ()] or [""] * len(files)
     tables = [f"{{file = {json.dumps(str(path))}{n}}}" for path, n in zip(files, own, strict=True)]
@@ -154,11 +149,11 @@ def _sets(files: Sequence[Path], samples: Sequence[int] | None) -> list[str]:
 
 
 def _of_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """Values for all that the flags leave open; the flags are set over them."""
+    """Return values for the required keys; flags override them."""
     longest = read_architecture(args.model).max_position_embeddings
     response = args.max_response_tokens or min(LONGEST_RESPONSE, longest // 2)
     return {
-        # The response that a reward fails for is written there.
+        # A response whose reward fails is written there.
         "run": {"folder": str(args.out), "name": "evaluation", "steps": 1},
         "model": {},
         "data": {"train": str(args.data[0]), "max_prompt_tokens": max(longest - response, 1)},

@@ -1,4 +1,4 @@
-"""``megatron-fspo init``: a folder to begin with, from the examples that are installed with the package."""
+"""``megatron-fspo init``: copies an example that is installed with the package."""
 
 from __future__ import annotations
 
@@ -12,46 +12,45 @@ from megatron_fspo.errors import InputError
 
 _INSTALLED = Path(megatron_fspo.__file__).parent / "examples"
 EXAMPLES = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "examples"
-"""In a checkout they are beside the package."""
+"""In a checkout, the examples are beside the package."""
 OWN = "own_task"
 NEXT = {
     OWN: "megatron-fspo train --config run.toml",
     "make_sum": "megatron-fspo train --config run.toml --nproc 2",
-    "smollm2": "make model and questions: the head of prepare.py says how",
-    "qwen3_8b": "make the data: the head of prepare.py says how",
+    "smollm2": "make model and questions, see the head of prepare.py",
+    "qwen3_8b": "make the data, see the head of prepare.py",
 }
-"""Example → what to do in its folder."""
+"""Example → next step to do in its folder."""
 _MODEL = "make_sum/checkpoint"
 
 _HELP = """\
-Make a folder to train in: a configuration with comments, a reward, ten rows of data and a tiny model.
+Create a folder for a new task: commented configuration, reward, ten rows of data and a tiny model.
 
     megatron-fspo init my-task
     cd my-task && megatron-fspo train --config run.toml      # a minute on a CPU
 
-Then put in your model, your rows and your reward. --from takes another example: make_sum, smollm2 or
-qwen3_8b. Exit status 2: the folder exists, or cannot be made.
+Then replace model, data and reward by yours. --from copies another example: make_sum, smollm2 or qwen3_8b.
+Exit status 2: the folder exists or cannot be created.
 """
 
 
 def add_init(commands: command.Commands) -> None:
-    """Declare ``init``."""
-    init = command.add(commands, "init", run_init, "a folder for a task of your own", _HELP)
-    init.add_argument("folder", type=Path, help="to make")
+    init = command.add(commands, "init", run_init, "create a folder for a new task", _HELP)
+    init.add_argument("folder", type=Path, help="folder to create")
     init.add_argument(
-        "--from", dest="example", choices=[*NEXT], default=OWN, help="example (default: own_task)"
+        "--from", dest="example", choices=[*NEXT], default=OWN, help="example to copy (default: own_task)"
     )
 
 
 def run_init(args: argparse.Namespace, _: list[str]) -> int:
-    """Copy the example; where its files name each other, they do so from the new folder."""
+    """Copy the example, with paths in its files relative to the new folder."""
     folder, example = args.folder, EXAMPLES / args.example
     if folder.exists():
-        raise InputError(f"{folder} exists: name another folder, or remove it")
+        raise InputError(f"{folder} exists: name another folder or remove it")
     if not example.is_dir():
-        raise InputError(f"{example} is not there: this installation has no examples")
+        raise InputError(f"{example} does not exist: this installation has no examples")
     try:
-        # Scripts for the shell look for the checkout.
+        # Shell scripts only work in a checkout.
         shutil.copytree(example, folder, ignore=shutil.ignore_patterns("__pycache__", "*.sh"))
     except (OSError, shutil.Error) as error:
         raise InputError(f"{folder} cannot be made: {error}") from None

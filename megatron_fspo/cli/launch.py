@@ -1,4 +1,4 @@
-"""torchrun, as ``--nproc`` starts it: its ranks say in one line what ended a run, and nobody else does."""
+"""torchrun for ``--nproc``, without its own messages: a rank reports its failure in one line."""
 
 from __future__ import annotations
 
@@ -17,17 +17,13 @@ from megatron_fspo.cli.console import exit_status
 
 
 def main() -> int:
-    """Run torchrun with the arguments of this program.
-
-    Returns:
-        the exit status of the rank that failed first, 1 if a signal killed it; 130 and 143 after Ctrl-C and
-        SIGTERM.
-    """
+    """Run torchrun with this program's arguments. Return the exit status of the rank that failed first, 1 if
+    a signal killed it; 130 after Ctrl-C, 143 after SIGTERM."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    for module in ("agent.server.api", "multiprocessing.api"):  # of signals, and of ranks that have spoken
+    for module in ("agent.server.api", "multiprocessing.api"):  # signals, and failures that ranks reported
         logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
     threading.Thread(target=_wake_stopped_ranks, daemon=True).start()
     try:
@@ -45,11 +41,11 @@ def main() -> int:
 
 
 def _wake_stopped_ranks() -> None:
-    """Continue what SIGSTOP stopped once it is to end: only then it hears of SIGTERM."""
+    """Send SIGCONT to ranks stopped by SIGSTOP that have a pending SIGTERM, so that they handle it."""
     while True:
         time.sleep(1.0)
         for rank in psutil.Process().children():
-            with suppress(OSError, psutil.NoSuchProcess):  # it may end meanwhile
+            with suppress(OSError, psutil.NoSuchProcess):  # the rank may have ended
                 status = Path(f"/proc/{rank.pid}/status").read_text()
                 pending = re.search(r"^State:\s*T.*^ShdPnd:\s*([0-9a-f]+)", status, re.DOTALL | re.MULTILINE)
                 if pending and int(pending[1], 16) >> (signal.SIGTERM - 1) & 1:

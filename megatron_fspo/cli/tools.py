@@ -1,4 +1,4 @@
-"""The commands around a run: verify, data, serve, status, doctor."""
+"""The commands verify, data, serve, status and doctor."""
 
 from __future__ import annotations
 
@@ -15,68 +15,67 @@ from megatron_fspo.config.loading import load_config
 from megatron_fspo.errors import InputError
 
 _VERIFY_HELP = """\
-Compare the gradient of parallel layouts, parameter by parameter, with one process in float64.
+Check the gradient of parallel layouts, parameter by parameter, against one process in float64.
 
-A small Qwen3 gets the same weights and the same very uneven batch in every layout; log-probs, S, loss, clip
+A small Qwen3 runs with the same weights and the same uneven batch in every layout. Log-probs, S, loss, clip
 decisions, gradients and the number of collectives are compared, for every loss and several splits into
 micro-batches. Run it on your cluster before a long job.
 
-Here, on the CPU:         megatron-fspo verify --nproc 8 --all
+On this CPU:              megatron-fspo verify --nproc 8 --all
 A few layouts:            megatron-fspo verify --nproc 8 --layouts tp2.pp2.cp2 tp2.sp.cp2.do
 Your run's layout:        torchrun --nproc-per-node 8 -m megatron_fspo verify --config run.toml
 The same without GPUs:    megatron-fspo verify --nproc 8 --config run.toml --model.backend cpu
 
-A layout is words joined by dots: tpN, sp, ppN, vppN (virtual stages), cpN, epN, moe (experts, as with epN),
-dpN, do (distributed optimizer), overlap, recompute. Exit status 1 if a case fails; the worst parameter is
-named.
+A layout is made of words joined by dots: tpN, sp, ppN, vppN (virtual stages), cpN, epN, moe (a mixture of
+experts, without epN), dpN, do (distributed optimizer), overlap, recompute. Exit status 1: a case failed; its
+worst parameter is named.
 """
 
 _DATA_HELP = """\
-Look into data files before a run: counts, duplicates, lengths, what is wrong, and three prompts of each.
+Check data files before a run: row counts, duplicates, lengths, errors, and three prompts of each file.
 
-A file of a known format:  megatron-fspo data check dapo.parquet --preset dapo
+A public data set:         megatron-fspo data check dapo.parquet --preset dapo
 Lengths in tokens:         ... --tokenizer Qwen3-8B
 The files of a run:        megatron-fspo data check --config run.toml
 
-Of a run with `environment.role` it proves that the chat template adds to a conversation, and writes nothing
-of it anew. Exit status 1 if a run would refuse a file, or if there are answers that no verifier can read.
+With `environment.role` in the configuration it also checks that the chat template only appends to a
+conversation. Exit status 1: a run would refuse a file, or no verifier can read some of the answers.
 """
 
 _SERVE_HELP = """\
-Run vLLM for the rollouts of `megatron-fspo train`, until Ctrl-C, SIGTERM or the end of what started this.
+Run vLLM servers for the rollouts of `megatron-fspo train`, until Ctrl-C, SIGTERM or the parent process ends.
 
-Here:                     megatron-fspo serve --model runs/make-sum-32/checkpoint
+On this machine:          megatron-fspo serve --model runs/make-sum-32/checkpoint
 On four GPUs, two each:   megatron-fspo serve --model Qwen3-8B --gpus 4-7 --gpus-per-server 2
 More flags for vLLM:      megatron-fspo serve --model Qwen3-8B -- --max-num-seqs 512
 
-vLLM has an environment of its own (`make .venv-vllm/.ready` makes one for a CPU). A server that crashed is
-started again. Whoever may ask it may run code on it. So it wants a key, the environment variable VLLM_API_KEY
-here and for the trainer, wherever it listens beyond the loopback address:
+vLLM needs a separate environment (`make .venv-vllm/.ready` creates one for a CPU). Servers that crash are
+restarted. Clients of a server can run code on it, so on other addresses than loopback it requires a key: set
+VLLM_API_KEY here and for the trainer.
 
 On another machine:       VLLM_API_KEY=$(cat key) megatron-fspo serve --model Qwen3-8B --host 10.0.0.7
 """
 
 
 def add_verify(commands: command.Commands) -> None:
-    """Declare ``verify``."""
-    text = "check the gradient of parallel layouts on this machine"
+    text = "check the gradient of parallel layouts"
     verify = command.add(commands, "verify", run_verify, text, _VERIFY_HELP, keys=True)
     which = verify.add_mutually_exclusive_group()
     which.add_argument("--layouts", nargs="+", metavar="LAYOUT", help="such as tp2.pp2.cp2; dp is the rest")
-    which.add_argument("--all", action="store_true", help="every layout that fits the ranks (the default)")
-    command.add_config(verify, "a run: its layout, loss and small model")
+    which.add_argument("--all", action="store_true", help="every layout that fits the ranks (default)")
+    command.add_config(verify, "configuration (TOML): check its layout and loss with a small model")
     verify.add_argument(
         "--dtype",
         nargs="+",
         choices=["float32", "float64", "bfloat16"],
-        help="default: float32 and float64; with Transformer Engine bfloat16",
+        help="compute dtypes (default: float32 and float64; with Transformer Engine bfloat16)",
     )
-    verify.add_argument("--json", type=Path, metavar="FILE", help="write every case")
+    verify.add_argument("--json", type=Path, metavar="FILE", help="write all cases to this file")
     command.add_nproc(verify)
 
 
 def run_verify(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Compare layouts; the exit status is 1 if a case fails."""
+    """Compare layouts; exit status 1 if a case fails."""
     config = load_config(args.config, overrides) if args.config else None
     ranks = command.world_size(args)
     import_megatron()
@@ -84,9 +83,7 @@ def run_verify(args: argparse.Namespace, overrides: list[str]) -> int:
     from megatron_fspo.verify.command import plan, run
 
     if args.json and not os.access(args.json.absolute().parent, os.W_OK):
-        raise InputError(
-            f"--json {args.json}: {args.json.absolute().parent} is no folder that can be written"
-        )
+        raise InputError(f"--json {args.json}: {args.json.absolute().parent} is not a writable folder")
     planned = plan(config, args.layouts, args.dtype, use_all=args.all, world_size=ranks)
     command.start_ranks(args)
 
@@ -98,21 +95,20 @@ def run_verify(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def add_data(commands: command.Commands) -> None:
-    """Declare ``data check``."""
-    data = commands.add_parser("data", help="look into data files")
+    data = commands.add_parser("data", help="check data files")
     actions = data.add_subparsers(dest="action", required=True)
-    text = "counts, duplicates, lengths, what is wrong"
+    text = "row counts, duplicates, lengths, errors"
     check = command.add(actions, "check", run_data_check, text, _DATA_HELP)
     flag = check.add_argument
-    flag("files", type=Path, nargs="*", metavar="FILE", help="jsonl or parquet")
-    flag("--preset", choices=get_args(PresetName), help="the format of the files")
-    flag("--tokenizer", type=Path, metavar="DIR", help="a checkpoint: lengths in tokens, its chat template")
-    command.add_config(check, "a run: its [data] and tokenizer, and its files if no FILE is given")
+    flag("files", type=Path, nargs="*", metavar="FILE", help="jsonl or parquet file")
+    flag("--preset", choices=get_args(PresetName), help="format of the files")
+    flag("--tokenizer", type=Path, metavar="DIR", help="checkpoint whose tokenizer and chat template to use")
+    command.add_config(check, "configuration (TOML): use its [data], tokenizer and, without FILE, files")
     command.add_json(check)
 
 
 def run_data_check(args: argparse.Namespace, _: list[str]) -> int:
-    """Describe data files; the exit status is 1 if a run would refuse one."""
+    """Describe data files; exit status 1 if a run would refuse one."""
     from megatron_fspo.data.check import examine
     from megatron_fspo.data.tasks import source_of
     from megatron_fspo.data.tokenizer import load_tokenizer
@@ -121,7 +117,7 @@ def run_data_check(args: argparse.Namespace, _: list[str]) -> int:
 
     config = load_config(args.config) if args.config else None
     if config is None and not args.files:
-        raise InputError("data check: name a file, or a run with --config")
+        raise InputError("data check: name files, or a run with --config")
     data = config.data if config else Data(train=Path())
     data = data.model_copy(update={"preset": args.preset} if args.preset else {})
     sets = [DataSet(file=file) for file in args.files] or [*data.train_sets, *data.validation_sets]
@@ -137,25 +133,24 @@ def run_data_check(args: argparse.Namespace, _: list[str]) -> int:
     )
     if config and config.environment.role and not args.json:
         before, after = frame(tokenizer, config.environment.role)
-        print(f"\nenvironment: answers stand between {before!r} and {after!r}, behind what the policy wrote")
+        print(f"\nenvironment: inserted text stands between {before!r} and {after!r}, after the turn")
     return 0 if all(one.fine for one in findings) else 1
 
 
 def add_serve(commands: command.Commands) -> None:
-    """Declare ``serve``."""
-    text = "run vLLM for the rollouts of a training run"
+    text = "run vLLM servers for rollouts"
     serve = command.add(commands, "serve", run_serve, text, _SERVE_HELP)
     flag = serve.add_argument
     flag("--model", type=Path, required=True, metavar="DIR", help="Hugging Face checkpoint")
     flag("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    flag("--port", type=int, default=8000, help="(default: %(default)s)")
+    flag("--port", type=int, default=8000, help="port of the first server (default: %(default)s)")
     flag(
         "--backend",
         choices=["gloo", "disk", "nccl"],
         default="gloo",
-        help="how weights come (default: %(default)s)",
+        help="weight transfer (default: %(default)s)",
     )
-    flag("--gpus", metavar="LIST", help="such as 0-7: a server on each, from --port on")
+    flag("--gpus", metavar="LIST", help="GPUs such as 0-7, for servers on consecutive ports")
     flag(
         "--gpus-per-server",
         type=int,
@@ -166,27 +161,24 @@ def add_serve(commands: command.Commands) -> None:
     flag(
         "--colocated",
         action="store_true",
-        help="share the GPUs with a trainer that has vllm.colocated = true",
+        help="share the GPUs with the trainer (vllm.colocated = true)",
     )
-    flag("--routes", action="store_true", help="return the experts of every token (moe.replay = rollout)")
-    flag(
-        "--lora-rank", type=int, default=0, metavar="N", help="serve adapters of up to this rank (lora.rank)"
-    )
-    flag("--announce", type=Path, metavar="DIR", help="shared folder where vllm.discovery finds the server")
-    flag("--dtype", default="auto", help="of weights and activations (default: the model's)")
-    flag("--log", type=Path, metavar="FILE", help="(default: runs/vllm-PORT.log)")
-    flag("--vllm", metavar="PATH", help="vLLM's program (default: $VLLM_BIN, or vllm on PATH)")
-    flag("--keep-alive", action="store_true", help="stay when what started this ends")
+    flag("--routes", action="store_true", help="return the experts of each token (moe.replay = rollout)")
+    flag("--lora-rank", type=int, default=0, metavar="N", help="largest LoRA rank to serve (lora.rank)")
+    flag("--announce", type=Path, metavar="DIR", help="shared folder to announce servers in (vllm.discovery)")
+    flag("--dtype", default="auto", help="dtype of weights and activations (default: the model's)")
+    flag("--log", type=Path, metavar="FILE", help="log file (default: runs/vllm-PORT.log)")
+    flag("--vllm", metavar="PATH", help="the vllm program (default: $VLLM_BIN, or vllm on PATH)")
+    flag("--keep-alive", action="store_true", help="keep running when the parent process ends")
     flag(
         "--anyone-may-run-code",
         action="store_true",
-        help="listen beyond the loopback address without a key: whoever reaches the port runs code here",
+        help="allow non-loopback addresses without a key: anyone who reaches the port can run code here",
     )
-    flag("extra", nargs="*", metavar="-- FLAGS", help="more flags of vllm serve")
+    flag("extra", nargs="*", metavar="-- FLAGS", help="further flags for vllm serve")
 
 
 def run_serve(args: argparse.Namespace, _: list[str]) -> int:
-    """Run servers until they are to end."""
     from megatron_fspo.rollout.server.flags import ServerOptions
     from megatron_fspo.rollout.server.supervise import assign_gpus, gpu_numbers, supervise_all
 
@@ -200,11 +192,10 @@ def run_serve(args: argparse.Namespace, _: list[str]) -> int:
 
 
 def add_status(commands: command.Commands) -> None:
-    """Declare ``status``."""
-    text = "what a run does, and which of its ranks are silent"
+    text = "show what a run is doing, rank by rank"
     description = (
-        "What the job of a run does, rank by rank, from its folder. Exit status 1: a rank is silent, or the "
-        "job is gone; 2: there is no such run."
+        "Show what each rank of a run is doing, from files in the run's folder. Exit status 1: a rank sends "
+        "no heartbeat, or the job is gone; 2: there is no such run."
     )
     status = command.add(commands, "status", run_status, text, description)
     status.add_argument("folder", type=Path, help="the run's folder, such as runs/demo")
@@ -212,7 +203,7 @@ def add_status(commands: command.Commands) -> None:
 
 
 def run_status(args: argparse.Namespace, _: list[str]) -> int:
-    """Print what a run does; the exit status is 1 if anything is wrong with it."""
+    """Print what a run is doing; exit status 1 if it has a problem."""
     from megatron_fspo.lab.status import examine, render
 
     run = examine(args.folder)
@@ -221,18 +212,17 @@ def run_status(args: argparse.Namespace, _: list[str]) -> int:
 
 
 def add_doctor(commands: command.Commands) -> None:
-    """Declare ``doctor``."""
-    text = "what is installed, what will be used, what is missing"
+    text = "show what is installed, what a run would use, and what is missing"
     doctor = command.add(commands, "doctor", run_doctor, text)
     doctor.add_argument(
-        "trainer", nargs="?", choices=["verl"], help="whether this trainer, as installed here, has found FSPO"
+        "trainer", nargs="?", choices=["verl"], help="check that FSPO is registered in this trainer"
     )
-    command.add_config(doctor, "a run: which attention its shapes get")
+    command.add_config(doctor, "configuration (TOML): show the attention backend for its shapes")
     command.add_json(doctor)
 
 
 def run_doctor(args: argparse.Namespace, _: list[str]) -> int:
-    """Print what is installed; with a trainer the exit status is 1 if FSPO is not registered there."""
+    """Print what is installed; with a trainer, exit status 1 if FSPO is not registered in it."""
     from megatron_fspo.cli.doctor import examine, render, verl_problem
 
     if args.trainer is not None:

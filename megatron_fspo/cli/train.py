@@ -14,23 +14,22 @@ from megatron_fspo.config.loading import describe_keys, load_config
 from megatron_fspo.errors import InputErrors, TrainingError
 
 _HELP = """\
-Train a policy with FSPO (or RLOO, GSPO, GRPO, DAPO, CISPO) from a Hugging Face checkpoint to a better one.
+Train a policy with FSPO (or RLOO, GSPO, GRPO, DAPO, CISPO), from a Hugging Face checkpoint.
 
 One node, 2 processes:    megatron-fspo train --config examples/make_sum/run.toml --nproc 2
 Under torchrun:           torchrun --nproc-per-node 8 -m megatron_fspo train --config run.toml
 Change a key:             ... --loss.c-high 0.04 --run.name wider
-Change some for good:     ... --config run.toml --config wider.toml
+Layer two files:          ... --config run.toml --config wider.toml
 Check without training:   megatron-fspo train --config run.toml --check
 Continue a stopped run:   megatron-fspo train --config run.toml --resume
 Continue or start:        megatron-fspo train --config run.toml --resume auto
 
-Results are in runs/<run.name>/: config.toml, metrics.jsonl, checkpoints/, hf/ and report/index.html.
+Writes runs/<run.name>/: config.toml, metrics.jsonl, checkpoints/, hf/ and report/index.html.
 """
 
 
 def add_train(commands: command.Commands) -> None:
-    """Declare the command."""
-    keys = f"keys of the configuration:\n{describe_keys()}"
+    keys = f"configuration keys:\n{describe_keys()}"
     train = command.add(commands, "train", run, "train a policy", _HELP, epilog=keys, keys=True)
     command.add_config(train, required=True)
     command.add_nproc(train)
@@ -41,14 +40,14 @@ def add_train(commands: command.Commands) -> None:
         const="newest",
         default="no",
         metavar="auto",
-        help="continue the run from its newest checkpoint; auto: if there is one, from the newest that is "
-        "whole, else start (for schedulers that requeue)",
+        help="continue the run from its newest checkpoint; auto: from the newest complete one, or start if "
+        "there is none (for schedulers that requeue jobs)",
     )
-    train.add_argument("--check", action="store_true", help="say all that is wrong, and stop")
+    train.add_argument("--check", action="store_true", help="report all errors in the input, and exit")
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Train; the exit status is 143 where SIGTERM stopped the run."""
+    """Train; exit status 143 if SIGTERM stopped the run."""
     if args.check:
         try:
             return _check(args, overrides)
@@ -56,7 +55,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
             for problem in errors.problems:
                 say(f"megatron-fspo: {problem}")
             return 2
-    config = load_config(args.config, overrides)  # before the imports that take seconds
+    config = load_config(args.config, overrides)  # before slow imports
     import_megatron()
 
     from megatron_fspo.job.folder import check_writable, checkpoints_to_resume
@@ -94,12 +93,12 @@ def _report_of(folder: Path) -> Path:
     except OSError as error:
         raise TrainingError(
             f"{error.filename or folder}: the report cannot be written: {error.strerror}. The run is done; "
-            f"`megatron-fspo report {folder}` writes it"
+            f"`megatron-fspo report {folder}` writes the report"
         ) from None
 
 
 def _draw(folder: Path) -> Mapping[str, str]:
-    """Draw a run under way; matplotlib is imported only where pictures are wanted."""
+    """Draw the plots of a run in progress. Imports matplotlib only when called."""
     from megatron_fspo.lab.report.page import fairness_pictures
 
     return fairness_pictures(folder)
@@ -111,7 +110,7 @@ def _check(args: argparse.Namespace, overrides: list[str]) -> int:
 
     from megatron_fspo.trainer.prepare import check_run
 
-    # Under torchrun, and in the launch script, the run will be on this machine.
+    # Under torchrun, and in the launch script, the run itself starts on this machine.
     here = "WORLD_SIZE" in os.environ
     notes = check_run(config, world_size=command.world_size(args), resume=args.resume, here=here)
     print(f"{' + '.join(map(str, args.config))}: fine; the run would be in {config.run_folder}")

@@ -1,4 +1,4 @@
-"""``megatron-fspo convert verify``: are two checkpoints the same, and do the models say the same?"""
+"""``megatron-fspo convert verify``: compares the tensors and log-probs of two checkpoints."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare; the exit status is 1 if anything differs."""
+    """Compare checkpoints; exit status 1 if they differ."""
     if args.as_rank:
         _score_as_rank(**json.loads(args.as_rank))
         return 0
     if args.first is None:
-        raise InputError("name a checkpoint folder, or two to compare; --help shows examples")
+        raise InputError("name a checkpoint folder, or two to compare; see --help for examples")
     if not args.tolerance >= 0:
-        raise InputError(f"--tolerance {args.tolerance}: it must be at least 0")
+        raise InputError(f"--tolerance {args.tolerance}: must be at least 0")
     if args.logits:
         _check_logits(args.first, args.second, args.layout)
     differences = list(_bits(args.first, args.second))
@@ -61,9 +61,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_logits(first: Path, second: Path | None, layout: str) -> None:
-    """Check arguments before long work."""
     if second is None:
-        raise InputError("--logits compares two checkpoints")
+        raise InputError("--logits needs two checkpoints")
     import_megatron()
 
     from megatron_fspo.mcore.sizes import check_parallel
@@ -73,14 +72,14 @@ def _check_logits(first: Path, second: Path | None, layout: str) -> None:
 
 
 def _bits(first: Path, second: Path | None) -> Iterator[Difference]:
-    """Tensors that differ, from the other checkpoint or from the manifest."""
+    """Yield tensors that differ from the second checkpoint, or else from the manifest."""
     arch = read_architecture(first)
     reader = open_checkpoint(first, arch)
     with progress_bar(size_in_bytes(reader), "comparing") as progress:
         if second is None:
             manifest = read_manifest(first)
             if manifest is None:
-                raise InputError(f"{first} has no manifest; name a second checkpoint to compare it with")
+                raise InputError(f"{first} has no manifest.json: name a second checkpoint to compare with")
             yield from compare_with_manifest(reader, manifest.tensors, progress)
             return
         other = read_architecture(second)
@@ -102,7 +101,7 @@ def _describe(differences: Sequence[Difference], first: Path, second: Path | Non
 
 
 def _logits(folders: Sequence[Path], layout: str, dtype: str) -> list[dict[str, Any]]:
-    """Differences of every way to score the sequences from the first way, which is that of ``folders[0]``."""
+    """Score sequences with every model; return the log-prob differences from the first, in nats."""
     arch = read_architecture(folders[0])
     sequences = _sequences(arch)
     scores: dict[str, Tensor] = {}
@@ -113,7 +112,7 @@ def _logits(folders: Sequence[Path], layout: str, dtype: str) -> list[dict[str, 
         scores[f"{folder}, Megatron {layout}"] = _megatron_scores(folder, sequences, layout, dtype)
     (name, reference), *others = scores.items()
     if not reference.isfinite().all():
-        raise TrainingError(f"{name}: log-probs are not finite")
+        raise TrainingError(f"{name}: log-probs of random sequences are not finite")
     differences = ((name, (score - reference).abs()) for name, score in others)
     return [{"name": name, "max": d.max().item(), "mean": d.mean().item()} for name, d in differences]
 
@@ -125,7 +124,7 @@ def _sequences(arch: Architecture) -> list[list[int]]:
 
 
 def _transformers_scores(folder: Path, sequences: Sequence[Sequence[int]], dtype: torch.dtype) -> Tensor:
-    """Log-probs of all tokens but the first of each sequence, [n]."""
+    """Return log-probs [n] of all tokens but the first of each sequence."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -141,7 +140,7 @@ def _transformers_scores(folder: Path, sequences: Sequence[Sequence[int]], dtype
 
 
 def _megatron_scores(folder: Path, sequences: Sequence[Sequence[int]], layout: str, dtype: str) -> Tensor:
-    """The same from our model, on as many processes as the layout has ranks."""
+    """The same from our Megatron model, on one process per rank of the layout."""
     from megatron_fspo.verify.layouts import count_ranks
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,7 +1,7 @@
-"""The configuration of a run: every key, its default, what is legal, and how a file becomes a checked object.
+"""The configuration of a run: all keys, their defaults and legal values.
 
-:mod:`.schema` has the whole, :mod:`.sections` the sections; those with variants or much to say have a file
-each; :mod:`.loading` reads TOML and command-line words.
+:mod:`.schema` has the whole configuration, :mod:`.sections` the plain sections, and the other modules one
+section each. :mod:`.loading` reads TOML files and command-line overrides.
 """
 
 from megatron_fspo.config.data import DataSet

@@ -1,6 +1,6 @@
-"""The ``correction`` section of the configuration: what is done where the sampler is not quite the trainer.
+"""The ``correction`` section of the configuration: what to do where sampler and trainer differ.
 
-delta_t is log pi_trainer - log pi_sampler of a token, before the first update; sums go over whole responses.
+delta_t is log pi_trainer - log pi_sampler of a token, before the first update; sums are over a response.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron_fspo.losses.section import Section
 
 
 class NoCorrection(Section):
-    """Measure the difference only."""
+    """Only measure the difference."""
 
     name: Literal["none"] = "none"
 
@@ -41,7 +41,7 @@ class SequenceTIS(Section):
 
 
 class SequenceMask(Section):
-    """Drop sequences with `exp(sum of delta_t)` outside [low, high], more of them long."""
+    """Drop sequences with `exp(sum of delta_t)` outside [low, high], which drops more long ones."""
 
     name: Literal["sequence_mask"] = "sequence_mask"
     low: Annotated[float, Field(gt=0, le=1)] = Field(0.5, description="smallest weight kept")

@@ -1,4 +1,4 @@
-"""The ``data`` section of the configuration: which files a run reads, and how their rows become prompts."""
+"""The ``data`` section of the configuration: data files, and how their rows become prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pydantic import (
 from megatron_fspo.losses.section import Section
 
 PresetName = Literal["raw", "dapo", "math500", "aime", "amc", "gsm8k", "slime"]
-"""Formats of public data sets; ``megatron_fspo.data.tasks`` has what each stands for."""
+"""Formats of public data sets; ``megatron_fspo.data.tasks`` defines each."""
 
 TEMPLATES = {
     "plain": "{prompt}",
@@ -30,12 +30,12 @@ TEMPLATES = {
         'Remember to put your answer on its own line after "Answer:".'
     ),
 }
-"""By name, the words around a question that the public data sets and their trainers use."""
+"""Name → words around a question, as public data sets and their trainers have them."""
 
 
 def _check_template(template: str) -> str:
     if template not in TEMPLATES and "{prompt}" not in template:
-        raise ValueError(f"must be {', '.join(TEMPLATES)}, or text with {{prompt}} where the question goes")
+        raise ValueError(f"must be {', '.join(TEMPLATES)}, or text with {{prompt}} in place of the question")
     return template
 
 
@@ -83,28 +83,28 @@ class Reading(Section):
     )
     conflicts: Literal["error", "drop", "keep"] | None = Field(
         None,
-        description="the same with different answers; drop removes all of them",
+        description="repeated prompts of a file with different answers; drop removes all of them",
     )
 
 
 class DataSet(Reading, _File):
-    """A file. Its table also takes the keys of `[data]` from `preset` to `conflicts`. What it leaves out
-    falls back to `[data]`, then to the preset.
+    """A file. Its table also accepts the keys of `[data]` from `preset` to `conflicts`; a missing key is read
+    from `[data]`, then from the preset.
     """
 
     @property
     def title(self) -> str:
-        """Its name, or else the file's."""
+        """The name of the set, by default that of its file."""
         return self.name or self.file.stem
 
 
 def _check_sets(sets: tuple[DataSet, ...]) -> tuple[DataSet, ...]:
     if not sets:
-        raise ValueError("name at least one set")
+        raise ValueError("must have at least one set")
     titles = [one.title for one in sets]
     for title in titles:
         if titles.count(title) > 1:
-            raise ValueError(f"several sets are called {title}: give each a name of its own")
+            raise ValueError(f"several sets are named {title}: set a different name for each")
     if len({one.weight is None for one in sets}) > 1:
         raise ValueError("give a weight to every set, or to none")
     return sets
@@ -114,7 +114,7 @@ Files = Annotated[
     Annotated[Path, Tag("file")] | Annotated[tuple[DataSet, ...], AfterValidator(_check_sets), Tag("sets")],
     Discriminator(lambda value: "sets" if isinstance(value, list | tuple) else "file"),
 ]
-"""A path, or one table for each of several files."""
+"""A path, or a table per file."""
 
 
 class _Files(Section):
@@ -137,19 +137,19 @@ class Data(Reading, _Files):
     )
     conflicts: Literal["error", "drop", "keep"] = Field(
         "error",
-        description="the same with different answers; drop removes all of them",
+        description="repeated prompts of a file with different answers; drop removes all of them",
     )
     max_prompt_tokens: PositiveInt = Field(1024, description="longest prompt")
     shuffle: bool = Field(True, description="new order every epoch, from `run.seed`")
 
     @property
     def train_sets(self) -> tuple[DataSet, ...]:
-        """The training sets; one, if ``train`` is a path."""
+        """The training sets; a single one if ``train`` is a path."""
         return _as_sets(self.train)
 
     @property
     def validation_sets(self) -> tuple[DataSet, ...]:
-        """The evaluation sets; none, if ``validation`` is not given."""
+        """The evaluation sets; empty without ``validation``."""
         return () if self.validation is None else _as_sets(self.validation)
 
     @field_validator("train", "validation")
@@ -159,9 +159,9 @@ class Data(Reading, _Files):
     ) -> Path | tuple[DataSet, ...] | None:
         for one in files if isinstance(files, tuple) else ():
             if info.field_name == "train" and one.samples is not None:
-                raise ValueError(f"{one.title} has samples: every training prompt has rollout.samples")
+                raise ValueError(f"{one.title} has samples: for training, set rollout.samples instead")
             if info.field_name == "validation" and one.weight is not None:
-                raise ValueError(f"{one.title} has a weight: every evaluation set is evaluated as a whole")
+                raise ValueError(f"{one.title} has a weight: only training sets can have one")
         return files
 
 

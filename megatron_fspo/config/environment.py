@@ -1,4 +1,4 @@
-"""The ``environment`` section of the configuration: tools, and trajectories of several turns."""
+"""The ``environment`` section of the configuration: tools and trajectories of several turns."""
 
 from __future__ import annotations
 
@@ -41,20 +41,18 @@ class Environment(Section):
 
     @property
     def most_rows(self) -> int:
-        """Rows of a trajectory, at most."""
+        """Maximum number of rows of a trajectory."""
         return 1 if self.name is None else self.turns
 
     def check(self, *, rewards: Sequence[str], replay: str) -> None:
-        """Raise ``ValueError`` where other keys do not agree: names of rewards, and ``moe.replay``."""
+        """Raise ``ValueError`` for conflicting keys; ``rewards`` are names, ``replay`` is ``moe.replay``."""
         if self.name is None and "environment" in rewards:
             raise ValueError("the reward `environment` needs environment.name")
         if self.name is None and self != Environment():
             raise ValueError("keys of [environment] need environment.name")
         if (self.name == "http") is not (self.url is not None):
-            raise ValueError("environment.url goes with environment.name = http, and the other way round")
+            raise ValueError("environment.url goes with environment.name = http: set both or neither")
         if (self.name == "agent") is not bool(self.command):
-            raise ValueError(
-                "environment.command goes with environment.name = agent, and the other way round"
-            )
+            raise ValueError("environment.command goes with environment.name = agent: set both or neither")
         if self.name is not None and replay == "rollout":
-            raise ValueError("moe.replay = rollout needs responses of one turn: leave environment.name out")
+            raise ValueError("moe.replay = rollout needs responses of one turn: remove environment.name")

@@ -1,4 +1,4 @@
-"""The ``fp8`` section of the configuration: in which precision the layers multiply."""
+"""The ``fp8`` section of the configuration: precision of matrix products."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from pydantic import Field, NonNegativeInt, field_validator
 from megatron_fspo.losses.section import Section
 
 _ALIGN = {"none": (1, 1), "tensorwise": (16, 16), "blockwise": (128, 16), "mxfp8": (32, 32)}
-"""Rows of a tensor-parallel rank and widths of the model come in multiples of these. Rows of blockwise: of a
-block's, as Transformer Engine gathers others in bfloat16 under sequence parallel."""
+"""Recipe → divisors of the rows of a tensor-parallel rank and of the widths of the model. Rows of blockwise
+come in whole blocks, since Transformer Engine gathers others in bfloat16 under sequence parallel."""
 
 
 class FP8(Section):
     """Matrix products of Transformer Engine layers in FP8.
 
-    Parameters stay in bfloat16 and master weights in fp32. The head, log-probs and S are computed without
-    FP8.
+    Parameters stay in bfloat16, master weights in fp32. Head, log-probs and S are computed without FP8.
     """
 
     recipe: Literal["none", "blockwise", "mxfp8", "tensorwise"] = Field(
@@ -34,12 +33,12 @@ class FP8(Section):
         if value == "delayed":
             raise ValueError(
                 "delayed is not supported: its scales depend on earlier passes, so old and new log-probs "
-                "would differ, and Transformer Engine does not load them back from a checkpoint"
+                "would differ, and Transformer Engine does not restore them from checkpoints"
             )
         return value
 
     def check(self, *, dtype: str, layers: str, backend: str) -> None:
-        """Raise ``ValueError`` where the keys of the ``model`` section rule it out."""
+        """Raise ``ValueError`` if keys of the ``model`` section exclude FP8."""
         if self.recipe == "none":
             return
         asked = {"dtype": (dtype, "float32"), "layers": (layers, "local"), "backend": (backend, "cpu")}
@@ -52,14 +51,14 @@ class FP8(Section):
 
     @property
     def align(self) -> int:
-        """Rows of a product come in multiples of this."""
+        """Divisor of the number of rows of a product."""
         return _ALIGN[self.recipe][0]
 
     @property
     def width_align(self) -> int:
-        """Widths of weights come in multiples of this."""
+        """Divisor of the widths of weights."""
         return _ALIGN[self.recipe][1]
 
 
 BF16 = FP8()
-"""Nothing in FP8."""
+"""The section without FP8."""

@@ -1,4 +1,4 @@
-"""A TOML file and ``--section.key value`` overrides become a :class:`~megatron_fspo.config.Config`."""
+"""Reads TOML files and ``--section.key value`` overrides into a :class:`~megatron_fspo.config.Config`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from megatron_fspo.errors import InputError, InputErrors
 
 
 def load_config(files: Path | Sequence[Path], overrides: Sequence[str] = ()) -> Config:
-    """The checked configuration of a run.
+    """Read and check the configuration of a run.
 
     Args:
-        files: a TOML file; or several, of which a later one changes keys of those before. It replaces lists
-            and tables of a key as a whole, and all of ``[loss]`` or ``[correction]`` where it names another.
-        overrides: command-line words, ``--loss.c-high 0.04`` or ``--loss.c-high=0.04``; values are read
-            as TOML, and as plain strings where that fails or the key takes text (``--run.name 2026-10-17``).
-            Dashes and underscores are the same.
+        files: a TOML file, or several: later files override keys of earlier ones. Lists and tables are
+            replaced as a whole, and so is ``[loss]`` or ``[correction]`` if a file names another one.
+        overrides: command-line words, ``--loss.c-high 0.04`` or ``--loss.c-high=0.04``. Values are parsed as
+            TOML, or as plain strings if that fails or the key is text (``--run.name 2026-10-17``). Dashes and
+            underscores are equivalent.
 
     Raises:
-        InputErrors: per wrong key a line that names the file, the key, the value and what is legal.
+        InputErrors: one line per wrong key, with the file, the key, the value and what is legal.
         InputError: a file cannot be read.
     """
     tree: dict[str, Any] = {}
@@ -55,14 +55,8 @@ def make_config(
     source: str,
     origins: Mapping[str, str] | None = None,
 ) -> Config:
-    """Check a configuration that is read already.
-
-    Args:
-        tree: by section the keys and values; is changed.
-        overrides: as :func:`load_config` has them.
-        source: where it is from, for messages.
-        origins: by key, where that one is from.
-    """
+    """Check a configuration. ``tree`` is section → key → value, and is modified in place; ``source`` is its
+    origin, and ``origins`` that of single keys, for messages. Raises as :func:`load_config`."""
     origin_of = dict(origins or {})
     for key, value in _parse_overrides(overrides):
         _set(tree, key, value)
@@ -74,13 +68,13 @@ def make_config(
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        # An unknown key before a missing one: it may be the missing one, misspelt.
+        # Unknown keys before missing ones, which they may be, misspelt.
         details = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
         wrong |= {key: line for key, line in dict(map(_line, details)).items() if key not in wrong}
     if wrong:
         both = f"{source} + command line" if overrides else source
         lines = []
-        for key, line in wrong.items():  # with its file, or with the flag in place of the key
+        for key, line in wrong.items():  # prefixed with its file, or with the flag instead of the key
             origin = origin_of.get(key.partition("[")[0], source if "." in key else both)
             flag = origin.startswith("--") and line.startswith(key)
             lines.append(f"--{line}" if flag else f"{origin}: {line}")
@@ -89,39 +83,36 @@ def make_config(
 
 
 def _lay_over(tree: dict[str, Any], layer: dict[str, Any]) -> None:
-    """Change ``tree`` by the sections of a further file."""
+    """Update ``tree`` in place with the sections of a later file."""
     for section, keys in layer.items():
         below = tree.get(section)
         if not (isinstance(keys, dict) and isinstance(below, dict)):
             tree[section] = keys
             continue
         named = below.get("name", _variants(section)[0]) if section in _UNIONS else None
-        # Another loss has other keys. A file that names none changes the one that is there.
+        # Another loss has other keys. A file without a name changes the current loss.
         other = named is not None and keys.get("name", named) != named
         tree[section] = keys if other else below | keys
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Write the resolved configuration as TOML that :func:`load_config` reads back to the same."""
-    import tomli_w  # not there in other trainers' environments, where `explain` and `doctor` run
+    """Write the configuration as TOML that :func:`load_config` reads back unchanged."""
+    import tomli_w  # missing in other trainers' environments, where `explain` and `doctor` run
 
     tree = config.model_dump(mode="json", exclude_none=True)
     for key, field, _ in legal_keys():
         section, _, name = key.partition(".")
         if Path in _kinds(field.annotation) and tree[section].get(name) == "none":
-            tree[section][name] = "./none"  # a file of that name: the word alone says that there is none
-    # A program killed half-way leaves the old file.
+            tree[section][name] = "./none"  # a file of that name; the bare word unsets the key
+    # Atomic: a program killed meanwhile leaves the old file.
     partial = path.with_suffix(".partial")
     partial.write_text(tomli_w.dumps(tree), encoding="utf-8")
     partial.rename(path)
 
 
 def config_changes(config: Config) -> list[str]:
-    """Compare with the ``config.toml`` of the run, if it has one; returns ``key: old -> new`` lines.
-
-    Raises:
-        InputError: the file there is not a configuration.
-    """
+    """Return the differences from the run's ``config.toml``, if it has one, as ``key: old -> new`` lines.
+    Raises ``InputError`` if that file is not a valid configuration."""
     path = config.run_folder / "config.toml"
     if not path.exists():
         return []
@@ -135,7 +126,7 @@ def config_changes(config: Config) -> list[str]:
 
 
 def legal_keys() -> Iterator[tuple[str, FieldInfo, str]]:
-    """Every key as (``section.key``, its field, the variant that has it or ""), in the order of the file."""
+    """Yield all keys in order: ``section.key``, its field, and the variant that has it ("": all of them)."""
     for section, field in Config.model_fields.items():
         variants = _models(field)
         seen: set[str] = set()
@@ -153,7 +144,7 @@ def legal_keys() -> Iterator[tuple[str, FieldInfo, str]]:
 
 
 def describe_keys() -> str:
-    """The reference of all keys, one line each, for ``--help``."""
+    """Return the reference of all keys for ``--help``, one line per key."""
     lines = []
     for key, field, variant in legal_keys():
         word = str(field.default)
@@ -170,7 +161,7 @@ def describe_keys() -> str:
 
 
 def _models(field: FieldInfo) -> list[type[BaseModel]]:
-    """The section's model, or the variants of a union."""
+    """Return the section's model, or the variants of a union."""
     annotation = field.annotation
     if isinstance(annotation, type):
         return [annotation]
@@ -178,7 +169,7 @@ def _models(field: FieldInfo) -> list[type[BaseModel]]:
 
 
 _UNIONS = tuple(section for section, field in Config.model_fields.items() if len(_models(field)) > 1)
-"""Sections that are one of several, by ``name``; the first is the default."""
+"""Sections with variants, which ``name`` selects; the default is the first variant."""
 
 
 def _variants(section: str) -> list[str]:
@@ -190,7 +181,7 @@ def _parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or "." not in word:
-            raise InputError(f"unexpected argument {word!r}: overrides look like --section.key value")
+            raise InputError(f"unexpected argument {word!r}: overrides are --section.key value")
         key, equals, text = word[2:].partition("=")
         if not equals:
             if not rest or rest[0].startswith("--"):
@@ -203,19 +194,19 @@ def _parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
 def _read_value(key: str, text: str) -> Any:
     kinds = next((_kinds(field.annotation) for name, field, _ in legal_keys() if name == key), set())
     if text == "none" and {str, NoneType} <= kinds:
-        return None  # without quotes; with them it is text, as in a file
+        return None  # the bare word; in quotes it is text, as in a file
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
     if isinstance(value, str) or (isinstance(value, list) and tuple in kinds):
         return value
-    # A number, a date or a boolean in a name of a file is text.
+    # Names and paths that look like a number, date or boolean are text.
     return text if kinds & {str, Path} else value
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """The types that a key takes, of containers without their contents."""
+    """Return the types of a key, for containers without those of their items."""
     if get_origin(annotation) is Annotated:
         return _kinds(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
@@ -226,7 +217,7 @@ def _kinds(annotation: Any) -> set[Any]:
 def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
     section, _, key = dotted.partition(".")
     branch = tree.setdefault(section, {})
-    # --reward.also.my_package.module:f 0.1: the rest is one key of a table.
+    # --reward.also.my_package.module:f 0.1: all after the table's name is one key.
     table, inner, entry = key.partition(".")
     tables = {key for key, field, _ in legal_keys() if get_origin(field.annotation) is Mapping}
     if inner and isinstance(branch, dict) and f"{section}.{table}" in tables:
@@ -237,8 +228,8 @@ def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def _take_words(tree: dict[str, Any]) -> dict[str, str]:
-    """``"none"`` becomes None where that is legal and text is not, since TOML has no word for it; by key,
-    what is wrong with true and false, which pydantic takes for 1 and 0."""
+    """Replace ``"none"`` by None for keys that may be None but not text, as TOML has no null. Return, by key,
+    errors of booleans for keys of other types, which pydantic would convert to 1 and 0."""
     annotations: dict[str, Any] = {key: field.annotation for key, field, _ in legal_keys()}
     wrong: dict[str, str] = {}
     for section, keys in tree.items():
@@ -259,21 +250,21 @@ def _take_words(tree: dict[str, Any]) -> dict[str, str]:
 def _wrong_bool(key: str, value: Any, kinds: set[Any]) -> dict[str, str]:
     if not isinstance(value, bool) or bool in kinds:
         return {}
-    return {key: f"{key} = {str(value).lower()}: this key takes neither true nor false"}
+    return {key: f"{key} = {str(value).lower()}: must be neither true nor false"}
 
 
 def _line(details: Mapping[str, Any]) -> tuple[str, str]:
-    """One of pydantic's complaints: its key, and a line in the words of the file."""
+    """Convert one of pydantic's errors: return its key and a message in the terms of the file."""
     path = [str(part) for part in details["loc"]]
     kind, value, key, variant = details["type"], details["input"], ".".join(path), ""
     message: str = details["msg"].removeprefix("Value error, ")
-    if path[:1] == ["data"] and len(path) > 2:  # data.<files>.<form>, a number and a key of that table
+    if path[:1] == ["data"] and len(path) > 2:  # data.<train or validation>.<tag>.<number>.<key>
         key = ".".join([".".join(path[:2]) + "".join(f"[{number}]" for number in path[3:4]), *path[4:5]])
         if kind == "extra_forbidden":
             close = difflib.get_close_matches(path[-1], DataSet.model_fields, n=1, cutoff=0.5)
             return key, f"unknown key {key}{f'; did you mean {close[0]}?' if close else ''}"
     elif len(path) == 3 and path[0] in _UNIONS:
-        # A union's location carries the variant's tag (loss.fspo.c_low): the file does not.
+        # A union's location includes the variant's tag (loss.fspo.c_low), which the file has not.
         key, variant = f"{path[0]}.{path[2]}", path[1]
     if kind == "extra_forbidden":
         return key, f"unknown key {key}{_nearest(key, variant)}"
@@ -289,7 +280,7 @@ def _nearest(key: str, variant: str) -> str:
     owners = [owner for name, _, owner in legal_keys() if name == key]
     if owners:
         section = key.partition(".")[0]
-        return f": with {section}.name = {variant} there is none, it belongs to {', '.join(owners)}"
+        return f" for {section}.name = {variant}; it belongs to {', '.join(owners)}"
     legal = [name for name, _, owner in legal_keys() if owner in ("", variant)]
     legal += list(Config.model_fields) if "." not in key else []
     section, _, name = key.rpartition(".")

@@ -1,4 +1,4 @@
-"""The ``reward`` section of the configuration: the grade of a response."""
+"""The ``reward`` section of the configuration: how responses are graded."""
 
 from __future__ import annotations
 
@@ -70,19 +70,19 @@ class Reward(Section):
         if isinstance(value, Mapping):
             for name, weight in value.items():
                 if isinstance(weight, bool):
-                    raise ValueError(f"the weight of {name!r} takes neither true nor false")
+                    raise ValueError(f"the weight of {name!r} must be a number, neither true nor false")
                 if weight == 0:
-                    raise ValueError(f"the weight of {name!r} is 0: leave it out")
+                    raise ValueError(f"the weight of {name!r} is 0: remove it")
         return value
 
     def check(self, *, max_response_tokens: int) -> None:
-        """Raise ``ValueError`` where keys do not agree, also with ``rollout.max_response_tokens``."""
+        """Raise ``ValueError`` for keys that conflict, also with ``rollout.max_response_tokens``."""
         if self.name in self.also:
-            raise ValueError(f"reward.also has {self.name!r}, as reward.name: change reward.weight instead")
+            raise ValueError(f"reward.also has {self.name!r}, as reward.name: set reward.weight instead")
         if "http" in self.names and self.url is None:
             raise ValueError("the reward http needs reward.url")
         if self.url is not None and "http" not in self.names:
-            raise ValueError(f"reward.url = {self.url} is for reward.name = http, or http in reward.also")
+            raise ValueError(f"reward.url = {self.url} needs reward.name = http, or http in reward.also")
         if self.overlong_tokens > max_response_tokens:
             raise ValueError(
                 f"reward.overlong_tokens = {self.overlong_tokens} is more than "
@@ -91,5 +91,5 @@ class Reward(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all rewards, the first one first."""
+        """The names of all rewards, ``reward.name`` first."""
         return (self.name, *self.also)

@@ -1,7 +1,7 @@
-"""The configuration of a run as a whole: its sections, and how their keys have to agree.
+"""The whole configuration of a run: its sections, and constraints between their keys.
 
-A run is one TOML file plus ``--section.key value`` overrides (see :mod:`.loading`). Nothing else steers it:
-no environment variables, no flags hidden in code. Unknown keys are refused.
+A run is configured by TOML files and ``--section.key value`` overrides (see :mod:`.loading`) only, not by
+environment variables. Unknown keys are refused.
 """
 
 from __future__ import annotations
@@ -44,25 +44,24 @@ class Config(Section):
 
     @property
     def run_folder(self) -> Path:
-        """Where this run writes."""
+        """The folder that this run writes to."""
         return self.run.folder / self.run.name
 
     @property
     def evaluation_samples(self) -> dict[str, int]:
-        """Responses per prompt, by evaluation set."""
+        """Evaluation set → responses per prompt."""
         return {one.title: one.samples or self.evaluation.samples for one in self.data.validation_sets}
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run."""
         return self.run.steps * self.batch.mini_batches * self.batch.epochs
 
     @property
     def off_policy_updates(self) -> int:
-        """Optimizer steps per rollout whose S a band is measured from.
+        """Number of optimizer steps per rollout whose S can calibrate a band.
 
-        Before the first of them S is 0. From the sampler's log-probs it is their mismatch alone, which says
-        nothing of updates: it is measured where there is no other, or the sampler may be older.
+        The first one counts only with ``rollout.old_log_probs = "sampled"`` (else its S is 0), and then only
+        if it is the only one or the sampler's weights may be older: otherwise its S is pure mismatch.
         """
         updates, rollout = self.batch.mini_batches * self.batch.epochs, self.rollout
         first = rollout.old_log_probs == "sampled" and (rollout.max_staleness > 0 or updates == 1)
@@ -76,14 +75,14 @@ class Config(Section):
                 f"batch.mini_batches = {self.batch.mini_batches}"
             )
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
-        # Context parallel pads every row of a sequence to two chunks per rank.
+        # Context parallel pads every row to a multiple of two chunks per rank.
         chunks = 2 * self.parallel.context if self.parallel.context > 1 else 1
         padded = longest + (self.environment.most_rows - 1) * (chunks - 1)
         if self.batch.max_tokens < padded + -padded % chunks:
             rows = f", each row rounded up to a multiple of {chunks}" if chunks > 1 else ""
             raise ValueError(
                 f"batch.max_tokens = {self.batch.max_tokens} is less than data.max_prompt_tokens + "
-                f"rollout.max_response_tokens = {longest}{rows}: the longest would fit no micro-batch"
+                f"rollout.max_response_tokens = {longest}{rows}: any sequence must fit in a micro-batch"
             )
         if self.parallel.sequence and self.parallel.tensor == 1:
             raise ValueError("parallel.sequence = true needs parallel.tensor > 1")
@@ -94,7 +93,7 @@ class Config(Section):
         if self.rollout.max_staleness and self.rollout.engine != "vllm":
             raise ValueError(
                 f"rollout.max_staleness = {self.rollout.max_staleness} needs rollout.engine = vllm: "
-                f"{self.rollout.engine} samples and trains in turns"
+                f"{self.rollout.engine} cannot sample ahead of training"
             )
         if self.vllm.colocated and self.rollout.max_staleness:
             raise ValueError(
@@ -113,16 +112,16 @@ class Config(Section):
         corrected = self.correction.name != "none"
         if sampled and corrected:
             raise ValueError(
-                "rollout.old_log_probs = sampled leaves nothing to correct for "
-                f"correction.name = {self.correction.name}: S starts from the sampler already"
+                "rollout.old_log_probs = sampled excludes "
+                f"correction.name = {self.correction.name}: S already starts from the sampler's log-probs"
             )
         if (sampled or corrected) and self.rollout.top_p < 1:
             key = (
                 "rollout.old_log_probs = sampled" if sampled else f"correction.name = {self.correction.name}"
             )
             raise ValueError(
-                f"{key} needs rollout.top_p = 1, not {self.rollout.top_p}: the log-probs of a cut vocabulary "
-                "are renormalised, a bias that grows with length"
+                f"{key} needs rollout.top_p = 1, not {self.rollout.top_p}: log-probs of a cut vocabulary are "
+                "renormalised, a bias that grows with length"
             )
         self.environment.check(rewards=self.reward.names, replay=self.moe.replay)
         self.moe.check(engine=self.rollout.engine, sampled=sampled)

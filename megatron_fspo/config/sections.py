@@ -1,4 +1,4 @@
-"""The sections of the configuration that are plain keys; the others have a file each."""
+"""The plain sections of the configuration; the others have a module each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Seconds = Annotated[float, Field(gt=0, le=30 * 86400)]
 
 def _whole(text: str) -> str:
     if "\N{REPLACEMENT CHARACTER}" in text:
-        raise ValueError("U+FFFD stands for a part of a character, which no stop string can have")
+        raise ValueError("contains U+FFFD, which stands for a part of a character")
     return text
 
 
@@ -64,7 +64,7 @@ class LoRA(Section):
     def _rank_is_given(self) -> LoRA:
         given = [name for name, field in LoRA.model_fields.items() if getattr(self, name) != field.default]
         if given and not self.rank:
-            raise ValueError(f"lora.{given[0]} does nothing without lora.rank")
+            raise ValueError(f"lora.{given[0]} needs lora.rank > 0")
         return self
 
 
@@ -102,12 +102,12 @@ class Parallel(Section):
 
     @property
     def interleaved(self) -> bool:
-        """True if ranks hold several chunks of the model."""
+        """True if ranks hold several model chunks (virtual pipeline stages)."""
         return self.virtual_pipeline > 1
 
     @property
     def model_size(self) -> int:
-        """Ranks that share one copy of the model."""
+        """Number of ranks that share one copy of the model."""
         return self.tensor * self.pipeline * self.context
 
 
@@ -128,24 +128,20 @@ class MoE(Section):
 
     @property
     def in_use(self) -> bool:
-        """True if a key asks for something that only a mixture of experts has."""
+        """True if any key is set, which needs a mixture of experts."""
         return self != MoE()
 
     def check(self, *, engine: str, sampled: bool) -> None:
-        """Raise ``ValueError`` where a rollout cannot give what is replayed.
-
-        Args:
-            engine: that samples.
-            sampled: S starts from the sampler's log-probs, without an old pass.
-        """
+        """Raise ``ValueError`` if ``replay`` has no source of routes. ``engine`` is ``rollout.engine``; with
+        ``sampled``, S starts from the sampler's log-probs, without an old-log-prob pass."""
         if self.replay == "rollout" and engine != "vllm":
             raise ValueError(
                 f"moe.replay = rollout needs rollout.engine = vllm: {engine} samples with the trainer's own "
-                "routers; use old_pass"
+                "routers; use moe.replay = old_pass"
             )
         if self.replay == "old_pass" and sampled:
             raise ValueError(
-                "moe.replay = old_pass needs rollout.old_log_probs = recompute: there is no pass"
+                "moe.replay = old_pass needs rollout.old_log_probs = recompute, which makes that pass"
             )
 
 
@@ -239,9 +235,9 @@ class VLLM(Section):
     @model_validator(mode="after")
     def _transfer_can(self) -> VLLM:
         if self.delta and self.transfer == "disk":
-            raise ValueError("delta = true needs transfer gloo or nccl: a file cannot tell who has read it")
+            raise ValueError("delta = true needs transfer gloo or nccl: files do not show who has read them")
         if self.colocated and self.transfer == "nccl":
-            raise ValueError("colocated = true needs transfer gloo or disk: NCCL takes a GPU for one process")
+            raise ValueError("colocated = true needs transfer gloo or disk: NCCL allows one process per GPU")
         return self
 
 
@@ -317,8 +313,8 @@ class Optimizer(Section):
         return self
 
     def over(self, steps: int) -> Optimizer:
-        """Copy this, with ``lr_decay_steps`` as it is in a run of so many optimizer steps."""
-        # A run that ends within the warm-up comes to no decay.
+        """Return a copy with ``lr_decay_steps`` resolved for a run of ``steps`` optimizer steps."""
+        # A run that ends within the warm-up does not decay.
         decay_steps = self.lr_decay_steps or max(steps, self.warmup_steps + 1)
         return self.model_copy(update={"lr_decay_steps": decay_steps})
 

@@ -1,1 +1,1 @@
-"""Prompts and the tokenizer: what goes into the policy, and in which order."""
+"""Prompts, their order in a run, and the tokenizer."""

@@ -1,4 +1,4 @@
-"""Reads a data file before a run: counts, lengths, what is wrong, and what prompts look like."""
+"""Check a data file before a run: counts, lengths, errors, and rendered prompts."""
 
 from __future__ import annotations
 
@@ -15,55 +15,52 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHOWN = 3
-"""Prompts, and examples of what is wrong."""
+"""Number of prompts, and of examples of each problem, to show."""
 
 
 @dataclass(kw_only=True)
 class FileCheck:
-    """The contents of one file. Its prompts are the rows that are prompts, also in conflict or too long."""
+    """The contents of one file. Its prompts include rows that are in conflict or too long."""
 
     source: Source
     unit: str
-    """The unit of the lengths: ``tokens``, or ``characters`` where no tokenizer was given."""
+    """Unit of the lengths: ``tokens``, or ``characters`` without a tokenizer."""
     samples: int | None = None
-    """Responses to each prompt, of an evaluation set of a run."""
+    """Responses per prompt, if the file is an evaluation set of a run."""
     rows: int = 0
     lengths: list[int] = field(default_factory=list)
-    """One for each prompt."""
+    """Length of each prompt."""
     duplicates: int = 0
-    """Rows whose prompt and answer came before."""
+    """Rows with the prompt and answer of an earlier row."""
     conflicts: list[str] = field(default_factory=list)
-    """Rows whose prompt came before with another answer."""
+    """Rows with the prompt of an earlier row, but another answer."""
     broken: list[str] = field(default_factory=list)
-    """Rows that are no prompts."""
+    """Rows that are not prompts."""
     too_long: list[str] = field(default_factory=list)
-    """Rows with prompts of more than ``max_prompt_tokens``; counted in tokens only."""
+    """Rows whose prompt exceeds ``max_prompt_tokens``; only counted in tokens."""
     ungradable: list[str] = field(default_factory=list)
-    """Rows whose answer no verifier of mathematics can read."""
+    """Rows whose answer no mathematics verifier can read."""
     rendered: list[str] = field(default_factory=list)
     """The first prompts with their answers."""
 
     @property
     def fine(self) -> bool:
-        """Return whether a run would take the file, and could grade every answer."""
+        """Whether a run would accept the file and could grade every answer."""
         refused = self.broken + self.ungradable
         refused += self.conflicts if self.source.conflicts == "error" else []
         refused += self.too_long if self.source.too_long == "error" else []
         return bool(self.lengths) and not refused
 
     def histogram(self) -> list[tuple[int, int, int]]:
-        """Return first and last length and the prompts of each bin; bins end before powers of two."""
+        """Return (smallest length, largest length, prompts) of each bin; bins end before powers of two."""
         bins = Counter(length.bit_length() for length in self.lengths)
         span = range(min(bins), max(bins) + 1) if bins else ()
         return [(2 ** (bits - 1), 2**bits - 1, bins[bits]) for bits in span]
 
 
 def examine(source: Source, tokenizer: PreTrainedTokenizerBase | None, max_prompt_tokens: int) -> FileCheck:
-    """Read the whole file, and go on after rows that are wrong.
-
-    Raises:
-        InputError: it cannot be read at all, or holds no rows; or no prompt could be rendered.
-    """
+    """Read the whole file, continuing after invalid rows. Raises ``InputError`` if the file cannot be read,
+    holds no rows, or none of its prompts can be rendered."""
     if tokenizer is not None:
         check_source(source, tokenizer)
     checked = FileCheck(source=source, unit="characters" if tokenizer is None else "tokens")
@@ -102,8 +99,8 @@ def examine(source: Source, tokenizer: PreTrainedTokenizerBase | None, max_promp
 
 
 def _shown(task: Task, source: Source) -> tuple[str, str]:
-    """Return the prompt without a tokenizer, twice, where text and ids would be: for the chat template stand
-    messages with their roles."""
+    """Return the prompt without a tokenizer, twice, in place of text and ids. Messages with their roles
+    replace the chat template."""
     messages = conversation(task, source)
     text = str(messages[0]["content"])
     if source.chat_template:

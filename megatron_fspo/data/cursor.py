@@ -1,4 +1,4 @@
-"""The order in which a run works through its prompts: of one set, or of several mixed by weight."""
+"""The order of a run's prompts, from one set or from several mixed by weight."""
 
 from __future__ import annotations
 
@@ -16,29 +16,26 @@ from megatron_fspo.types import Prompt
 Sets = Sequence[tuple[str, int, float]]
 """Name, number of prompts and weight of each set."""
 Position = list[list[int]]
-"""For each set its epoch, the offset in it, and how many prompts it has given; for JSON."""
+"""For each set: epoch, offset in it, and number of prompts taken, as JSON types."""
 
 
 class PromptCursor:
-    """Hands out prompt indices without end, and can be stopped and resumed anywhere.
+    """Yields prompt indices without end; can be saved and resumed at any point.
 
-    Each epoch of a set has an order that depends on seed, set and epoch alone; without ``shuffle`` it is the
-    file's. Which set is next is the one that is furthest behind its share, so that after t prompts a set with
-    the share w has given more than w·t − (sets − 1) and less than w·t + 1 of them. The arithmetic is exact.
-    Shuffled, what is handed out at once is in random order: dealt out to ranks and mini-batches, no one of
-    them gets a set more than others.
+    The order of an epoch depends on seed, set and epoch only; without ``shuffle`` it is the file's. The next
+    prompt comes from the set that is furthest behind its share: after t prompts, a set with share w has given
+    more than w·t − (sets − 1) and less than w·t + 1 of them, in exact arithmetic. With ``shuffle``, prompts
+    taken together are in random order, so that ranks and mini-batches get the same mix of sets on average.
 
-    Sampling ahead takes the batches of later steps before a step takes further prompts. So the cursor stands
-    somewhere else than where those batches began, and a run that resumes needs both: it gets the same
-    batches again, then goes on where the cursor stood.
+    Sampling ahead takes the batches of later steps early, so the cursor's position differs from where the
+    open batches began. A resumed run needs both: it repeats the open batches, then continues at the position.
 
-    Prompts are numbered one set after the other; a batch has ``size`` of them. Raises ``InputError`` where a
-    set has no prompts.
+    Prompts are numbered set by set; a batch has ``size`` prompts. Raises ``InputError`` if a set is empty.
     """
 
     def __init__(self, sets: Sets, seed: int, *, size: int, shuffle: bool = True) -> None:
         if empty := [name for name, prompts, _ in sets if prompts < 1]:
-            raise InputError(f"at least one prompt is needed, found 0 in {empty[0]!r}")
+            raise InputError(f"the data set {empty[0]!r} has no prompts; at least one is needed")
         shares = _shares(sets)
         self._size = size
         self._shuffle = shuffle
@@ -54,7 +51,7 @@ class PromptCursor:
         self._open: deque[Position] = deque()
         """Positions before the batches that were taken and not closed."""
         self._again: deque[Position] = deque()
-        """Positions before the batches that a run had open when it was saved, not taken again yet."""
+        """Positions before the batches that were open when the run was saved and are not taken again yet."""
         self._identity = {
             "sets": [[name, prompts, str(w)] for (name, prompts, _), w in zip(sets, shares, strict=True)],
             "seed": seed,
@@ -62,7 +59,7 @@ class PromptCursor:
         }
 
     def batch(self) -> list[int]:
-        """Return the prompt indices of the next batch, each once. It stays open: see :meth:`close`."""
+        """Return the prompt indices of the next batch, each once. It stays open until :meth:`close`."""
         if not self._again:
             self._open.append(self._position())
             return self.further(self._size)
@@ -74,15 +71,11 @@ class PromptCursor:
         return taken
 
     def close(self) -> None:
-        """The oldest open batch is being learned from: a state saved from here on goes on after it."""
+        """Close the oldest open batch, when training on it begins: a state saved later continues after it."""
         self._open.popleft()
 
     def further(self, n: int) -> list[int]:
-        """Return ``n`` prompt indices beside the batches, each once.
-
-        Raises:
-            ValueError: a set has too few prompts for that.
-        """
+        """Return ``n`` prompt indices outside batches, each once; ``ValueError`` if a set has too few."""
         first = sum(self._taken)
         taken = list(self._taken)
         order = []
@@ -93,7 +86,7 @@ class PromptCursor:
         counts = [now - before for now, before in zip(taken, self._taken, strict=True)]
         for epochs, count in zip(self._epochs, counts, strict=True):
             if count > len(epochs.order):
-                raise ValueError(f"{count} prompts at once, but a set has only {len(epochs.order)}")
+                raise ValueError(f"cannot take {count} prompts at once from a set of {len(epochs.order)}")
         if self._shuffle:
             random.Random(f"order {self._seed} {first}").shuffle(order)
         self._taken = taken
@@ -101,27 +94,23 @@ class PromptCursor:
         return [self._first[number] + next(given[number]) for number in order]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return over what the cursor goes, where it stands, and where the open batches began; for JSON."""
+        """Return the identity of the sets, the position, and where the open batches began, as JSON types."""
         return {**self._identity, "position": self._position(), "open": [*self._open, *self._again]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``.
-
-        Raises:
-            InputError: it comes from other data, weights, another seed or another order, or makes no sense.
-        """
+        """Continue from ``state``. Raises ``InputError`` if it is invalid or from other data or settings."""
         if state.keys() != (mine := self.state_dict()).keys():
-            raise InputError(f"prompt cursor: the state has the keys {sorted(state)}, not {sorted(mine)}")
+            raise InputError(f"prompt cursor: the state has keys {sorted(state)}, expected {sorted(mine)}")
         for key, value in self._identity.items():
             if state[key] != value:
                 raise InputError(
-                    f"prompt cursor: the checkpoint has {key} = {state[key]!r}, this run {value!r};"
+                    f"prompt cursor: the checkpoint has {key} = {state[key]!r}, but this run has {value!r};"
                     " resume with the same data and seed, or start a new run"
                 )
         opened = state["open"] if isinstance(state["open"], list) else [state["open"]]
         for position in (state["position"], *opened):
             if not self._is_position(position):
-                raise InputError(f"prompt cursor: {position!r} is no position in {self._identity['sets']}")
+                raise InputError(f"prompt cursor: invalid position {position!r} in {self._identity['sets']}")
         self._seek(state["position"])
         self._open.clear()
         self._again = deque(opened)
@@ -145,7 +134,7 @@ class PromptCursor:
 
 
 class _Epochs:
-    """One set, epoch after epoch."""
+    """The epochs of one set."""
 
     def __init__(self, prompts: int, seed: str, shuffle: bool) -> None:
         self.order = list(range(prompts))
@@ -158,16 +147,14 @@ class _Epochs:
     def seek(self, epoch: int, offset: int) -> None:
         if self._shuffle and epoch != self.epoch:
             self.order.sort()
-            # A string seeds the generator through SHA-512: neighbouring seeds and epochs share nothing.
+            # A string seeds the generator through SHA-512, so neighbouring seeds and epochs are unrelated.
             random.Random(f"{self._seed}/{epoch}").shuffle(self.order)
         self.epoch, self.offset = epoch, offset
 
     def take(self, n: int) -> list[int]:
-        """Return ``n`` indices, each once.
-
-        Shuffled, what is left of an epoch but too short is skipped, and no prompt for good, since every epoch
-        has another order. Unshuffled, it goes on at the top of the file.
-        """
+        """Return ``n`` indices, each once. With shuffle, a remainder of an epoch shorter than ``n`` is
+        skipped; every epoch has another order, so no prompt is skipped for good. Without, indices wrap
+        around."""
         if self._shuffle and self.offset + n > len(self.order):
             self.seek(self.epoch + 1, 0)
         taken: list[int] = []
@@ -181,16 +168,16 @@ class _Epochs:
 
 
 def mixture(prompts: Sequence[Prompt], data: Data) -> Sets:
-    """Return the training sets of a run; without weights all prompts weigh the same."""
+    """Return the training sets of a run; without weights, all prompts weigh the same."""
     sizes = Counter(prompt.dataset for prompt in prompts)
     return [(one.title, sizes[one.title], one.weight or float(sizes[one.title])) for one in data.train_sets]
 
 
 def most_at_once(sets: Sets, n: int) -> list[int]:
-    """Return for each set the most prompts that ``n`` prompts in a row of the mixture may hold."""
+    """Return, for each set, the most prompts that ``n`` consecutive prompts of the mixture can contain."""
     return [math.ceil(share * n + len(sets)) - 1 for share in _shares(sets)]
 
 
 def _shares(sets: Sets) -> list[Fraction]:
-    weights = [Fraction(str(weight)) for _, _, weight in sets]  # as it is written: 0.1 is a tenth
+    weights = [Fraction(str(weight)) for _, _, weight in sets]  # as written: 0.1 is exactly 1/10
     return [weight / sum(weights) for weight in weights]

@@ -1,4 +1,4 @@
-"""Parquet, read in batches of rows that are JSON types."""
+"""Read parquet files as rows of JSON types."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ _BATCH_ROWS = 1024
 
 
 def read_parquet(path: Path, needed: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """Yield the rows, as JSON types. A column of a type that JSON has no word for (binary, decimal, dates, …)
-    is left out, unless it is ``needed``: keys of a row, in which dots lead into objects.
+    """Yield the rows as JSON types.
+
+    Columns without a JSON equivalent (binary, decimal, dates, …) are left out, unless they are ``needed``:
+    keys of a row, in which dots lead into objects.
 
     Raises:
-        InputError: the file is not parquet, is cut short or damaged, or a needed column is left out.
+        InputError: the file is not parquet, truncated or damaged, or a needed column has no JSON equivalent.
     """
-    import pyarrow  # takes a third of a second
+    import pyarrow  # takes 0.3 s
     from pyarrow import parquet
 
     rows = 0
@@ -40,7 +42,7 @@ def read_parquet(path: Path, needed: Sequence[str] = ()) -> Iterator[dict[str, A
 
 
 def _values(path: Path, batch: pyarrow.RecordBatch, before: int) -> list[dict[str, Any]]:
-    """Return the rows of a batch; ``before``: those before it in the file."""
+    """Return the rows of a batch; ``before`` is the number of rows before it in the file."""
     wrong = (UnicodeError, KeyError, RecursionError)  # KeyError: a map has a key twice
     try:
         if not batch.num_columns:
@@ -58,21 +60,21 @@ def _values(path: Path, batch: pyarrow.RecordBatch, before: int) -> list[dict[st
 
 
 def _column(column: pyarrow.Array) -> list[Any]:
-    """Return the values of a column, one for each row."""
+    """Return the values of a column, one per row."""
     from pyarrow import types
 
     kind = column.type
     if (types.is_list(kind) or types.is_large_list(kind)) and types.is_floating(kind.value_type):
         items = column.flatten()
         if not column.null_count and not items.null_count:
-            # All at once: an object of Arrow's for each of many token log-probs takes ten times as long.
+            # Convert all at once: one Arrow object per token log-prob takes ten times as long.
             numbers, ends = items.to_numpy().tolist(), column.value_lengths().to_numpy().cumsum().tolist()
             return [numbers[i:j] for i, j in zip([0, *ends], ends, strict=False)]
     return list(column.to_pylist(maps_as_pydicts="strict"))
 
 
 def _columns(path: Path, schema: pyarrow.Schema, needed: Sequence[str]) -> list[str] | None:
-    """Return the names of the columns that are read; None for all."""
+    """Return the names of the columns to read; None: all."""
     for name in schema.names:
         if schema.names.count(name) > 1:
             raise InputError(f"{path}: has the column {name!r} twice")
@@ -81,8 +83,8 @@ def _columns(path: Path, schema: pyarrow.Schema, needed: Sequence[str]) -> list[
         name = key if key in schema.names else key.partition(".")[0]
         if name in schema.names and name not in readable:
             raise InputError(
-                f"{path}: the column {name!r} is of type {schema.field(name).type}: text, numbers, booleans, "
-                "lists and structs of them can be read"
+                f"{path}: the column {name!r} is of type {schema.field(name).type}; supported are text, "
+                "numbers, booleans, and lists and structs of them"
             )
     return None if len(readable) == len(schema.names) else readable
 

@@ -1,4 +1,4 @@
-"""The prompts of a run: files read, cleared of what a run must not see twice, and rendered."""
+"""The prompts of a run: read from files, without duplicates, rendered."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WHY = {
     "conflicting": "whose prompt has several answers",
     "too long": "longer than data.max_prompt_tokens",
 }
-"""Why rows of a file are no prompts of a run."""
+"""Why rows of a file are not prompts of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +33,9 @@ class LoadedSet:
     source: Source
     prompts: tuple[Prompt, ...]
     rows: int
-    """Number of rows in the file."""
+    """Rows in the file."""
     dropped: Counter[str]
-    """Rows that are not among the prompts, by a key of ``_WHY``."""
+    """Rows that are not among the prompts, by key of ``_WHY``."""
 
     def left_out(self) -> str:
         """Return how many rows were left out, and why; empty if none."""
@@ -43,10 +43,8 @@ class LoadedSet:
 
 
 def load_sets(data: Data, which: Which, tokenizer: PreTrainedTokenizerBase) -> tuple[LoadedSet, ...]:
-    """Return the training or the evaluation sets of a run. Their prompts have one numbering, from 0.
-
-    Raises ``InputErrors``: for each file that is wrong, its line and what is wrong with it.
-    """
+    """Return the training or evaluation sets of a run. Their prompts share one numbering, from 0. Raises
+    ``InputErrors`` with one error per invalid file, which names the line."""
     attempt, start = Attempts(), 0
     sets: list[LoadedSet] = []
     for source in sources_of(data, which):
@@ -61,17 +59,17 @@ def load_sets(data: Data, which: Which, tokenizer: PreTrainedTokenizerBase) -> t
 def load_set(
     source: Source, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int, start: int = 0
 ) -> LoadedSet:
-    """Read a file, row by row; the prompts that stay are numbered from ``start`` in its order.
+    """Read a file, and number the prompts that are kept from ``start`` on, in the file's order.
 
-    The prompt is a string, or a list of messages (objects with ``role`` and ``content``). The words of the
-    template go around it; with ``chat_template`` it goes through the tokenizer's, up to where the assistant
-    begins. The answer is a string or a number, and stays as it is written (``1.50``).
+    The prompt is a string, or a list of messages (objects with ``role`` and ``content``). It is inserted in
+    ``template``; with ``chat_template`` it then goes through the tokenizer's chat template, up to the start
+    of the assistant's turn. The answer is a string or a number, and keeps its spelling (``1.50``).
 
-    No special token is added: the template writes its own, and a raw prompt is exactly what the file says.
-    Qwen3 has no BOS; for a model that wants one in front of a raw prompt, write it in the file.
+    No special tokens are added: a chat template writes its own, and a raw prompt is exactly the file's text.
+    Qwen3 has no BOS; if a model needs one before a raw prompt, put it in the file.
 
     Raises:
-        InputError: the file, the line and what is wrong with it.
+        InputError: names the file, the line and the problem.
     """
     check_source(source, tokenizer)
     seen = Seen()
@@ -89,7 +87,7 @@ def load_set(
             answer, location = seen.first(task)
             task.row.fail(
                 f"{source.answer_key!r} is {task.answer[:40]!r}, but {location} has {answer[:40]!r} for the "
-                'same prompt; set data.conflicts to "drop" (none of them is taken) or "keep"'
+                'same prompt; set data.conflicts to "drop" (removes all of them) or "keep"'
             )
         text, ids = encode(task, source, tokenizer)
         if len(ids) > max_prompt_tokens:
@@ -117,13 +115,13 @@ def load_set(
 
 
 class Seen:
-    """Remembers which questions came already, and with which answers."""
+    """Remembers questions and their answers, to detect duplicates and conflicts."""
 
     def __init__(self) -> None:
         self._answers: dict[bytes, dict[str, str]] = {}
 
     def add(self, task: Task) -> Literal["new", "duplicate", "conflict"]:
-        """Take a task in, and return what it is beside those before; a conflict is another answer."""
+        """Add a task, and return how it relates to earlier ones; a conflict has another answer."""
         answers = self._answers.setdefault(task.question, {})
         if task.answer in answers:
             return "duplicate"
@@ -139,7 +137,7 @@ class Seen:
 
 
 def notes(sets: Sequence[LoadedSet]) -> tuple[str, ...]:
-    """Return what was left out of which file, a line each; none for a file that is there as a whole."""
+    """Return one line per file of which rows were left out, with numbers and reasons."""
     return tuple(
         f"{one.source.file}: {len(one.prompts):,} prompts of {one.rows:,} rows; left out: {left_out}"
         for one in sets

@@ -1,10 +1,10 @@
-"""The rows of a data file, JSON lines or parquet, one after the other: never the whole file at once.
+"""The rows of a data file, JSON lines or parquet, read one by one.
 
-A row keeps its location, and reads itself only when asked: so whoever wants to know all that is wrong with a
-file can go on after a bad row. A file that cannot be read on at all ends the iteration.
+A row has its location and is parsed on request, so a check of a file can continue after an invalid row. If
+the file itself cannot be read further, the iteration ends.
 
-JSON lines are UTF-8. A byte order mark at the start is skipped, and a carriage return before the line feed is
-white space, as JSON has it. A key that an object has twice is an error: readers do not agree on which holds.
+JSON lines are UTF-8. A byte order mark at the start is skipped, and a carriage return before the line feed
+counts as white space, as in JSON. A duplicate key is an error: parsers disagree on which one counts.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class Number(str):
-    """A JSON number as the file spells it: ``1.50`` stays ``1.50``."""
+    """A JSON number with the spelling of the file: ``1.50`` stays ``1.50``."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a file and where it stands. ``tree()`` is its object: JSON types, numbers from JSON lines as
-    :class:`Number`, those from parquet as they are."""
+    """One row of a file. ``tree()`` has JSON types, with numbers from JSON lines as :class:`Number`."""
 
     location: str
-    """``train.jsonl:7``, lines as editors number them; or ``train.parquet: row 7``, also from 1."""
+    """``train.jsonl:7``, with lines counted from 1, or ``train.parquet: row 7``, also from 1."""
     _read: Callable[[], Any]
 
     def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
@@ -41,40 +40,40 @@ class Row:
         raise InputError(f"{self.location}: {what}") from cause
 
     def tree(self) -> dict[str, Any]:
-        """Return the row's object; ``InputError`` if it is no JSON object in UTF-8."""
+        """Return the row's object. Raises ``InputError`` if the row is not a JSON object in UTF-8."""
         try:
             row = self._read()
-            json.dumps(row, ensure_ascii=False).encode("utf-8")  # "\ud800" is JSON, but no tokenizer takes it
+            json.dumps(row, ensure_ascii=False).encode("utf-8")  # "\ud800" is JSON, but tokenizers reject it
         except UnicodeError as error:
             self.fail(f"not UTF-8: {error}", error)
         except json.JSONDecodeError as error:
-            legal = "" if error.doc[:1] == "{" else "; legal are JSON lines, an object each, and .parquet"
+            legal = "" if error.doc[:1] == "{" else "; use JSON lines with one object each, or .parquet"
             self.fail(f"not JSON: {error.msg} at character {error.pos + 1}{legal}", error)
         except (ValueError, RecursionError) as error:
             self.fail(f"not JSON: {error}", error)
         if not isinstance(row, dict):
-            self.fail(f"not an object but {kind(row)}")
+            self.fail(f"must be an object, got {kind(row)}")
         return row
 
     def fields(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Return ``tree`` with numbers as numbers; NaN and infinities, no words of JSON's, become None."""
+        """Return ``tree`` with plain numbers. NaN and infinities, which JSON does not have, become None."""
         fields = {}
         for key, value in tree.items():
             try:
                 fields[key] = _natural(value)
-            except ValueError as error:  # Python's limit
+            except ValueError as error:  # Python's limit on digits
                 self.fail(f"{key!r} has an integer of more than 4,300 digits", error)
             except RecursionError as error:
-                self.fail(f"{key!r} is nested too deep", error)
+                self.fail(f"{key!r} is nested too deeply", error)
         return fields
 
 
 def read_rows(path: Path, needed: Sequence[str] = ()) -> Iterator[Row]:
-    """Yield the rows of a file whose suffix says the format: ``.parquet``, or else JSON lines, without blank
-    lines. A column of parquet that cannot be read is left out, if it is none of the ``needed`` keys.
+    """Yield the rows of a file: parquet if its suffix is ``.parquet``, else JSON lines, skipping blank lines.
+    Unreadable parquet columns are left out, except ``needed`` keys.
 
     Raises:
-        InputError: the file cannot be read, or not read on; names it.
+        InputError: the file cannot be read, or not to its end.
     """
     try:
         with path.open("rb") as file:
@@ -97,12 +96,12 @@ def _parse(raw: bytes) -> Any:
 
 
 def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these keys and values; ``ValueError`` if a key is there twice."""
+    """Return the object with these keys and values; ``ValueError`` for a duplicate key."""
     tree = dict(pairs)
     if len(tree) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice[:40]!r} is there twice")
+        raise ValueError(f"the key {twice[:40]!r} occurs twice")
     return tree
 
 
@@ -120,7 +119,7 @@ def _natural(value: Any) -> Any:
 
 
 def kind(value: Any) -> str:
-    """Return what a JSON value is, in JSON's own words."""
+    """Return the JSON type of a value, for messages."""
     if value is None:
         return "null"
     if isinstance(value, float) and not math.isfinite(value):

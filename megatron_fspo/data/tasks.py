@@ -1,5 +1,4 @@
-"""A row as a task: how a file is read, its question as chat messages, its answer as text, and the prompt made
-of them."""
+"""A row as a task: question as chat messages, answer as text, and the prompt rendered from them."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 Which = Literal["train", "validation"]
 """The training or the evaluation files of a run."""
 LONGEST_GRADABLE = 1000
-"""Characters of an answer."""
+"""Most characters of a gradable answer."""
 _KEYS = ("prompt_key", "answer_key", "answer_after", "template", "chat_template")
 PRESETS: dict[PresetName, tuple[str | bool, ...]] = {
     "raw": ("prompt", "answer", "", "plain", False),
@@ -32,14 +31,13 @@ PRESETS: dict[PresetName, tuple[str | bool, ...]] = {
     "gsm8k": ("question", "answer", "####", "boxed", True),
     "slime": ("prompt", "label", "", "plain", True),
 }
-"""The keys that depend on the format of a file; what they mean is in the configuration. The prompts of DAPO's
-and slime's files hold their instruction already; the others are bare questions, and are asked for an answer
-in a box."""
+"""For each file format, the values of ``_KEYS``. The prompts in DAPO's and slime's files include
+instructions; the others are bare questions, and their template asks for an answer in a box."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A file, and all that says how its rows become prompts. ``template`` is text with ``{prompt}``."""
+    """A file, and how its rows become prompts. ``template`` is text with ``{prompt}``."""
 
     file: Path
     name: str
@@ -62,8 +60,8 @@ def sources_of(data: Data, which: Which) -> tuple[Source, ...]:
 
 
 def source_of(data: Data, one: DataSet) -> Source:
-    """Return how the file of a set is read: what the set's table gives holds; else what ``[data]`` gives;
-    else what the preset says, the set's own or that of ``[data]``."""
+    """Return how to read the file of a set. Keys of the set's table take precedence over those of ``[data]``,
+    and both over the preset, which is the set's or that of ``[data]``."""
     keys: dict[str, Any] = dict(zip(_KEYS, PRESETS[one.preset or data.preset], strict=True))
     for given in (data, one):
         values = {key: getattr(given, key) for key in Reading.model_fields if key != "preset"}
@@ -79,19 +77,19 @@ class Task:
     row: Row
     fields: dict[str, Any]
     messages: list[dict[str, Any]]
-    """With ``role`` and ``content``, as the file has them; a question that is text is one of the user."""
+    """Messages with ``role`` and ``content``, as in the file; a text question is one user message."""
     answer: str
-    """The answer as the file spells it; never blank."""
+    """The answer as spelled in the file; never blank."""
 
     @cached_property
     def question(self) -> bytes:
-        """Return a digest of the messages: the same for the same question."""
+        """Digest of the messages: equal for equal questions."""
         text = json.dumps(self.messages, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def read_task(row: Row, source: Source) -> Task:
-    """Return the task of a row; ``InputError`` with the file, the line and the field that is wrong."""
+    """Return the task of a row. Raises ``InputError`` naming file, line and field."""
     tree = row.tree()
     fields = row.fields(tree)
     messages = _messages(row, _value(row, fields, source.prompt_key), source)
@@ -99,47 +97,47 @@ def read_task(row: Row, source: Source) -> Task:
 
 
 def gradable(answer: str) -> bool:
-    """Return whether a verifier of mathematics could read the answer: at most 1,000 characters, a letter or a
-    digit among them."""
+    """Return whether a mathematics verifier could read the answer: it has a letter or digit, and not too many
+    characters."""
     return len(answer) <= LONGEST_GRADABLE and any(character.isalnum() for character in answer)
 
 
 def check_source(source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ``InputError`` if no prompt of the source could be rendered, whatever its rows say."""
+    """Raise ``InputError`` if the source's settings prevent rendering of any prompt."""
     if source.chat_template and tokenizer.chat_template is None:
         raise InputError(f"{source.file}: chat_template is true, but the tokenizer has no chat template")
     if source.system_prompt and not source.chat_template:
         raise InputError(
-            f"{source.file}: system_prompt needs chat_template = true; else put the words into template"
+            f"{source.file}: system_prompt needs chat_template = true; otherwise put the text into template"
         )
 
 
 def conversation(task: Task, source: Source) -> list[dict[str, Any]]:
-    """Return the messages with the template around the last one of the user, and the system prompt."""
+    """Return the messages, with the template applied to the last user message, and the system prompt."""
     messages = [dict(message) for message in task.messages]
     if source.template != "{prompt}":
         asked = [message for message in messages if message["role"] == "user"]
         if not asked:
-            task.row.fail(f"{source.prompt_key!r} has no message of the user to put the template around")
+            task.row.fail(f"{source.prompt_key!r} has no user message to apply the template to")
         asked[-1]["content"] = source.template.replace("{prompt}", asked[-1]["content"])
     if not source.system_prompt:
         return messages
     if messages[0]["role"] == "system":
-        task.row.fail(f"{source.prompt_key!r} has a system message, and so has system_prompt")
+        task.row.fail(f"{source.prompt_key!r} already has a system message, but system_prompt is set")
     return [{"role": "system", "content": source.system_prompt}, *messages]
 
 
 def encode(task: Task, source: Source, tokenizer: PreTrainedTokenizerBase) -> tuple[str, tuple[int, ...]]:
-    """Return what the model reads, as text and as token ids without a special token added: through the chat
-    template up to where the assistant begins, or bare."""
+    """Return the prompt as text and as token ids, without added special tokens: bare, or rendered by the chat
+    template up to the start of the assistant's turn."""
     messages = conversation(task, source)
     text = str(messages[0]["content"])
     if source.chat_template:
         try:
             text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-        except Exception as error:  # the template is a program of the checkpoint's and may raise anything
+        except Exception as error:  # the template is code from the checkpoint and may raise anything
             reason = str(error).strip().partition("\n")[0]
-            task.row.fail(f"the chat template refuses {source.prompt_key!r}: {reason}", error)
+            task.row.fail(f"the chat template rejects {source.prompt_key!r}: {reason}", error)
     ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not ids:
         task.row.fail(f"{source.prompt_key!r} is empty: it has no tokens ({text[:40]!r})")
@@ -147,7 +145,7 @@ def encode(task: Task, source: Source, tokenizer: PreTrainedTokenizerBase) -> tu
 
 
 def _value(row: Row, tree: dict[str, Any], key: str) -> Any:
-    """Return the value of a key; one with dots that is not there as it stands leads into objects."""
+    """Return the value of a key. If there is no such key, its dots lead into objects."""
     if key in tree:
         return tree[key]
     value: Any = tree
@@ -176,14 +174,14 @@ def _messages(row: Row, prompt: Any, source: Source) -> list[dict[str, Any]]:
         held = json.dumps(prompt)[:80] if isinstance(prompt, list) else kind(prompt)
         row.fail(
             f"{key!r} must be a string or a list of messages, objects with the strings"
-            f" 'role' and 'content'; found {held}"
+            f" 'role' and 'content'; got {held}"
         )
     if not any(message["content"] for message in messages):
         row.fail(f"{key!r} is empty: it has no text")
     if not source.chat_template and [message["role"] for message in messages] != ["user"]:
         roles = ", ".join(message["role"][:20] for message in messages[:8])
         row.fail(
-            f"{key!r} must be a string or one message of the user, found messages of {roles}; "
+            f"{key!r} must be a string or one user message, got messages of {roles}; "
             "with chat_template it may be a list of messages"
         )
     return messages
@@ -192,15 +190,15 @@ def _messages(row: Row, prompt: Any, source: Source) -> list[dict[str, Any]]:
 def _answer(row: Row, tree: dict[str, Any], source: Source) -> str:
     key = source.answer_key
     value = _value(row, tree, key)
-    # Numbers of JSON lines are text already, spelled as in the file.
+    # Numbers from JSON lines are text already, spelled as in the file.
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not (isinstance(value, str) or is_number):
-        row.fail(f"{key!r} must be a string or a number, found {kind(value)}")
+        row.fail(f"{key!r} must be a string or a number, got {kind(value)}")
     answer = str(value) if isinstance(value, str) else repr(value)
     if mark := source.answer_after:
         _, has_mark, answer = answer.rpartition(mark)
         if not has_mark:
-            row.fail(f"{key!r} has no {mark!r}, which the answer should follow")
+            row.fail(f"{key!r} has no {mark!r} before the answer (data.answer_after)")
         answer = answer.strip()
     if not answer.strip():
         row.fail(f"{key!r} is empty: there is nothing to compare a response with")

@@ -1,4 +1,4 @@
-"""The checkpoint's tokenizer, and what the rest of the run must know of it."""
+"""The checkpoint's tokenizer, its vocabulary and its stop tokens."""
 
 from __future__ import annotations
 
@@ -14,54 +14,49 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(checkpoint_dir: str | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a Hugging Face checkpoint on disk: no download, no code out of the checkpoint.
-
-    Raises ``InputError`` if the folder is not there or holds no tokenizer that transformers can read.
+    """Return the tokenizer of a local Hugging Face checkpoint, without downloads or code from the checkpoint.
+    Raises ``InputError`` if the folder is missing or has no tokenizer that transformers can load.
     """
     from transformers import AutoTokenizer  # takes seconds
 
     folder = Path(checkpoint_dir)
     if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder; give a Hugging Face checkpoint on disk")
+        raise InputError(f"{folder}: no such folder; must be a Hugging Face checkpoint on disk")
     if not (folder / "tokenizer_config.json").is_file():
         raise InputError(f"{folder}: holds no tokenizer (tokenizer_config.json is missing)")
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # a broken file raises anything, down to a bare Exception of tokenizers
+    except Exception as error:  # a broken file may raise anything, even a bare Exception from tokenizers
         reason = str(error).strip().partition("\n")[0]
         raise InputError(f"{folder}: transformers cannot load the tokenizer: {reason}") from error
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Raise ``InputError`` if the tokenizer has an id that the model has no row for.
-
-    A model with more rows than the tokenizer has ids is normal: the rest is padding.
-    """
+    """Raise ``InputError`` if the tokenizer has an id beyond the model's vocabulary. A model may have more
+    rows than the tokenizer has ids; the others are padding."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= vocab_size:
         raise InputError(
-            f"the tokenizer's largest id is {largest} ({token!r}), the model's vocab_size {vocab_size}:"
-            f" it must be at least {largest + 1}. Does the tokenizer belong to this checkpoint?"
+            f"the tokenizer's largest id is {largest} ({token!r}), the model's vocab_size {vocab_size},"
+            f" which must be at least {largest + 1}. Does the tokenizer belong to this checkpoint?"
         )
 
 
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, checkpoint_dir: str | Path, further: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Return the ids that end a response, each once: the tokenizer's eos, those of ``generation_config.json``
-    if the folder has one, and ``further`` ones that the user adds.
-
-    Chat models list more than one there (Qwen3: ``<|im_end|>`` and ``<|endoftext|>``).
+    """Return the ids that end a response, each once: the tokenizer's eos, those in ``generation_config.json``
+    (Qwen3 lists ``<|im_end|>`` and ``<|endoftext|>``), and ``further`` ones from the user.
 
     Raises:
-        InputError: there is none at all, the file holds something else than token ids, or ``further`` has
-            some that the tokenizer does not know.
+        InputError: there are none, the file has invalid ids, or the tokenizer does not know some of
+            ``further``.
     """
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     unknown = [token for token in further if token >= len(tokenizer)]
     if unknown:
         raise InputError(
-            f"rollout.stop_token_ids has {unknown}; the tokenizer's ids end at {len(tokenizer) - 1}"
+            f"rollout.stop_token_ids has {unknown}, but the tokenizer's ids end at {len(tokenizer) - 1}"
         )
     path = Path(checkpoint_dir) / "generation_config.json"
     if path.is_file():
@@ -72,12 +67,12 @@ def stop_token_ids(
         given = config.get("eos_token_id") if isinstance(config, dict) else config
         own = given if isinstance(given, list) else [] if given is None else [given]
         if not isinstance(config, dict) or not all(type(token) is int and token >= 0 for token in own):
-            raise InputError(f"{path}: eos_token_id must be a token id or a list of them, found {given!r}")
+            raise InputError(f"{path}: eos_token_id must be a token id or a list of them, got {given!r}")
         ids += own
     ids += further
     if not ids:
         raise InputError(
-            f"{checkpoint_dir}: no stop token, neither an eos_token in tokenizer_config.json nor an"
-            " eos_token_id in generation_config.json; no response could end"
+            f"{checkpoint_dir}: no stop token: tokenizer_config.json has no eos_token and"
+            " generation_config.json no eos_token_id. Responses could not end; set rollout.stop_token_ids"
         )
     return tuple(dict.fromkeys(ids))

@@ -1,1 +1,1 @@
-"""What answers the turns of a policy: tools, in worker processes that can be killed."""
+"""Environments that reply to the policy's turns: tools in worker processes, tool servers, and agents."""

@@ -1,9 +1,9 @@
-"""Any program that talks to an OpenAI-compatible endpoint, as an environment: ``environment.name = "agent"``.
+"""``environment.name = "agent"``: any program that talks to an OpenAI-compatible endpoint.
 
-Each trajectory has a process of the program, from its first turn on, and an address of its own at a server in
-this process. A request for a chat completion is answered with the policy's turn; what the program adds to the
-conversation before its next request is inserted, as tokens. A conversation that it writes anew begins a row.
-What the policy wrote stays as it was sampled.
+Each trajectory has its own process of the program, started after its first turn, and its own API key for a
+server in this process, which answers chat completions with the policy's turns. Messages that the program adds
+before its next request are inserted as tokens. A conversation that it rewrites begins a new row. The policy's
+tokens stay as sampled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from megatron_fspo.config.environment import Environment
 
 _LARGEST = 2**24
-"""Bytes of a request."""
+"""Maximum bytes of a request."""
 
 
 class _Wrong(Exception):
-    """The program, or a request of it, is not what a trajectory can be made of."""
+    """The program, or one of its requests, is invalid."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,18 @@ class _Request:
 
     messages: list[Message]
     answer: SimpleQueue[str | None] = field(default_factory=SimpleQueue)
-    """Takes the text; None: there is none to come."""
+    """Receives the text; None: the trajectory is over."""
 
 
 class _Session:
-    """One program, at work on a trajectory."""
+    """The program's process for one trajectory."""
 
     def __init__(self, command: Sequence[str], prompt: Prompt, address: str) -> None:
         self.secret = secrets.token_urlsafe()
         self.requests: SimpleQueue[_Request | None] = SimpleQueue()
         """None: the program has ended."""
         self.open: _Request | None = None
-        """The last one, which waits for the turn under way."""
+        """The last request, which waits for the current turn."""
         self.reward: float | None = None
         self.failed = False
         self._process = subprocess.Popen(
@@ -74,7 +74,7 @@ class _Session:
         threading.Thread(target=self._attend, args=(task,), name="agent", daemon=True).start()
 
     def _attend(self, task: str) -> None:
-        """Give the program its task, and read what it prints; the last word may be a reward."""
+        """Send the program its task and read its output, whose last word may be a reward."""
         output, _ = self._process.communicate(task.encode())
         words = output.decode("utf-8", "replace").split()
         with suppress(ValueError):
@@ -84,7 +84,7 @@ class _Session:
         self.requests.put(None)
 
     def end(self) -> None:
-        """Kill the program and what it started, and answer what waits."""
+        """Kill the program, with its child processes, if it still runs; answer its open request."""
         with suppress(ProcessLookupError):
             if self._process.poll() is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -93,13 +93,11 @@ class _Session:
 
 
 class AgentEnvironment:
-    """A :class:`~megatron_fspo.types.Environment`.
+    """A :class:`~megatron_fspo.types.Environment` that runs one program per trajectory.
 
-    A program runs with each trajectory that is under way. It is killed when it takes longer than
-    ``environment.seconds`` to its next request, or to its end, and when nobody has the trajectory any more.
-
-    Raises:
-        InputError: the model has no chat template, or there is no such program.
+    The program is killed if it takes longer than ``environment.seconds`` until its next request or its end,
+    and when the trajectory is garbage-collected. Raises ``InputError`` if the model has no chat template, or
+    the program does not exist.
     """
 
     def __init__(self, config: Environment, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
@@ -122,7 +120,7 @@ class AgentEnvironment:
             try:
                 session = self._session(prompt, trajectory)
                 reply = self._reply(session, prompt, turns[-1])
-            except Exception as error:  # also a template's, or the system's that starts no program
+            except Exception as error:  # including errors of the chat template, or at the program's start
                 said = str(error) if isinstance(error, _Wrong) else f"failed: {type(error).__name__} {error}"
                 print(
                     f"megatron-fspo: the agent of prompt {prompt.index} {said}", file=sys.stderr, flush=True
@@ -130,7 +128,8 @@ class AgentEnvironment:
                 if session is not None:
                     session.end()
                 reply = Reply(failed=True)
-            result.set_result(replace(reply, seconds=time.monotonic() - began))
+            with suppress(InvalidStateError):  # cancelled meanwhile
+                result.set_result(replace(reply, seconds=time.monotonic() - began))
 
         threading.Thread(target=work, name="agent answer", daemon=True).start()
         return result
@@ -150,9 +149,9 @@ class AgentEnvironment:
         request = session.open
         if request is None:
             if (request := self._next(session)) is None:
-                raise _Wrong("ended before it asked the model")
+                raise _Wrong("ended without a request to the model")
             if "".join(render(self._tokenizer, request.messages)) != prompt.text:
-                raise _Wrong("asked for another conversation than the prompt of the data")
+                raise _Wrong("sent a first request that differs from the data's prompt")
         said = self._encoder.text(turn)
         request.answer.put(said)
         session.open = self._next(session)
@@ -176,7 +175,7 @@ class AgentEnvironment:
 
 
 class _Server(ThreadingHTTPServer):
-    """Answers the programs of this machine; the key in a request says whose it is."""
+    """Answers the programs on this machine. The key in a request identifies the session."""
 
     daemon_threads = True
 
@@ -187,7 +186,7 @@ class _Server(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, name="agents", daemon=True).start()
 
     def forget(self, secret: str) -> None:
-        """Its trajectory is over."""
+        """End the session of a trajectory that is over."""
         self.sessions.pop(secret).end()
 
 
@@ -195,15 +194,15 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_POST(self) -> None:
-        """A chat completion, and nothing else of OpenAI's."""
+        """Answer a chat completion, the only supported request."""
         session = self.server.sessions.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
         if session is None:
-            self._send(401, {"error": {"message": "no trajectory has this key"}})
+            self._send(401, {"error": {"message": "no running trajectory has this key"}})
             return
-        body = self.rfile.read(min(int(self.headers.get("Content-Length", 0)), _LARGEST))
         try:
+            body = self.rfile.read(min(int(self.headers.get("Content-Length", 0)), _LARGEST))
             if self.path != "/v1/chat/completions":
-                raise _Wrong(f"there is no {self.path}, only /v1/chat/completions")
+                raise _Wrong(f"{self.path} is not supported: use /v1/chat/completions")
             request = _Request(_messages(json.loads(body)))
         except (ValueError, _Wrong) as error:
             self._send(400, {"error": {"message": str(error)}})
@@ -219,7 +218,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, content: dict[str, Any]) -> None:
         body = json.dumps(content).encode()
-        with suppress(ConnectionError):  # the program is gone
+        with suppress(ConnectionError):  # the program has ended
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
@@ -227,22 +226,18 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing is logged."""
+        """Log nothing."""
 
 
 def _messages(body: Any) -> list[Message]:
-    """The conversation of a request.
-
-    Raises:
-        _Wrong: it asks for what there is not, or is none.
-    """
+    """Return the conversation of a request. Raises :class:`_Wrong` if it is invalid or not supported."""
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
-        raise _Wrong("messages: a list of them is missing")
+        raise _Wrong("messages: must be a list with at least one message")
     for key in ("stream", "tools", "functions"):
         if body.get(key):
-            raise _Wrong(f"{key}: not supported here; a tool's call and its result are text of messages")
+            raise _Wrong(f"{key}: not supported; write tool calls and their results as text of messages")
     if body.get("n", 1) not in (1, None):
-        raise _Wrong("n: one answer a request")
+        raise _Wrong("n: must be 1")
     return [_message(one) for one in body["messages"]]
 
 
@@ -253,5 +248,5 @@ def _message(message: Any) -> Message:
     ):
         content = "".join(str(one.get("text", "")) for one in content)
     if not isinstance(role, str) or not isinstance(content, str):
-        raise _Wrong("messages: each has a role, and text as its content")
+        raise _Wrong("messages: each must have a role, and text as its content")
     return {"role": role, "content": content}

@@ -1,4 +1,4 @@
-"""A conversation as tokens: the marks of a chat template, and between them words that make no mark."""
+"""Encodes conversations: a chat template's marks, and text between them that yields no special tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _THOUGHT = "<think>so</think>\ue002"
 Message = Mapping[str, str]
 """``role`` and ``content``."""
 Parts = Sequence[str]
-"""In turn marks of the template and words of a message; marks come first and last."""
+"""Alternately the template's marks and the text of a message; begins and ends with marks."""
 
 
 class Encoder:
-    """Reads turns, and encodes what is inserted between them."""
+    """Decodes turns, and encodes text to insert between them."""
 
     def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -24,32 +24,32 @@ class Encoder:
         self._special = self._stops.union(tokenizer.all_special_ids)
 
     def text(self, turn: Sequence[int]) -> str:
-        """The text of a turn, without the stop token that ended it."""
+        """Return the text of a turn, without the stop token that ended it."""
         ids = turn[:-1] if self.ended(turn) else turn
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
     def ended(self, turn: Sequence[int]) -> bool:
-        """True if a stop token ended the turn."""
+        """Return True if a stop token ended the turn."""
         return bool(turn) and turn[-1] in self._stops
 
     def tokens(self, parts: Parts, *, most: int | None = None, ended: bool = False) -> tuple[int, ...]:
-        """Encode marks and words, at most so many tokens of each message; after a turn that a stop token
-        ``ended``, the first mark is not written twice."""
+        """Encode ``parts``, with at most ``most`` tokens of each message. ``ended``: a stop token ended the
+        turn before, so a stop token at the start is dropped."""
         ids: list[int] = []
         for number, text in enumerate(parts):
             words = number % 2 == 1
             part: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=words)[
                 "input_ids"
             ]
-            # A tokenizer may have no other token for such a text.
+            # Some tokenizers still encode the text of a special token as that token.
             ids += [token for token in part if token not in self._special][:most] if words else part
         return tuple(ids[1:] if ended and ids and ids[0] in self._stops else ids)
 
 
 def render(tokenizer: Any, messages: Sequence[Message]) -> list[str]:
-    """A conversation, up to where the policy goes on, in :data:`Parts`. What assistants said is among the
-    marks, as templates look into it, without the text of special tokens."""
+    """Render a conversation up to the policy's next turn, as :data:`Parts`. Assistant messages are in the
+    marks, since templates inspect them; the text of special tokens is removed from them."""
     talk = [dict(message) for message in _stood_in(messages)]
     for message in talk:
         if message["role"] == "assistant":
@@ -60,8 +60,8 @@ def render(tokenizer: Any, messages: Sequence[Message]) -> list[str]:
 
 
 def added(tokenizer: Any, before: Sequence[Message], new: Sequence[Message]) -> list[str] | None:
-    """What the template writes between the policy's answer to ``before`` and its answer to the ``new``
-    messages, in :data:`Parts`; None where it writes what was before them anew (drops thoughts, say)."""
+    """Return what the template writes between the policy's answer to ``before`` and its answer to ``new``, as
+    :data:`Parts`; None if the template rewrites the conversation before it (drops thoughts, for example)."""
     talk = _stood_in([*before, *new])
     first, last = talk[: len(before)], talk[len(before) :]
     start = _template(tokenizer, first) + _THOUGHT

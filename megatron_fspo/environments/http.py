@@ -1,8 +1,8 @@
 """``environment.name = "http"``: a tool server behind a URL.
 
-It is sent ``{"prompt", "turns", "answer", "fields"}`` as JSON, and answers a text to insert, a number (the
-end, with this reward), null (the end), or an object with fields of an observation. What may pass is tried
-again.
+A request is ``{"prompt", "turns", "answer", "fields"}`` as JSON. The reply is text to insert, a number (the
+end, with this reward), null (the end), or an object with fields of an observation. Transient errors are
+retried.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from megatron_fspo.rewards.remote import check_url
 _ATTEMPTS = 4
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 8.0
 _REQUESTS = 64
-"""At a time."""
+"""Maximum number of concurrent requests."""
 
 
 class ToolServer:
-    """Asks it, from a thread of its own. Raises ``InputError`` for what is no URL."""
+    """Client of a tool server, with its own thread. Raises ``InputError`` for an invalid URL."""
 
     def __init__(self, url: str, seconds: float) -> None:
         check_url(url, "environment.url")
@@ -35,7 +35,7 @@ class ToolServer:
         self._open = asyncio.Semaphore(_REQUESTS)
 
     def ask(self, row: dict[str, Any], turns: list[str]) -> Future[dict[str, Any]]:
-        """The answer to come, as fields of an :class:`~megatron_fspo.environments.tools.Observation`."""
+        """Return a future of the fields of an :class:`~megatron_fspo.environments.tools.Observation`."""
         return self._loop.submit(self._ask(row, turns))
 
     async def _ask(self, row: dict[str, Any], turns: list[str]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""An environment that reads and writes text: the policy's turns become text, and its answers become tokens.
+"""An environment that works on text: decodes the policy's turns and encodes the replies.
 
-What a policy wrote is never encoded again. What is inserted is encoded by itself, between the marks that the
-chat template puts around a message; no text of a tool makes a special token.
+The policy's tokens are never encoded again. Inserted text is encoded separately, between the marks that the
+chat template puts around a message, and yields no special tokens.
 """
 
 from __future__ import annotations
@@ -27,12 +27,9 @@ if TYPE_CHECKING:
 
 
 class TextEnvironment:
-    """A :class:`~megatron_fspo.types.Environment`: a function in worker processes, which begin at the first
-    call, or a server of tools.
-
-    Raises:
-        InputError: there is no such function, or the chat template cannot be followed by ``role``.
-    """
+    """A :class:`~megatron_fspo.types.Environment`: a function in worker processes, which start at the first
+    call, or a tool server. Raises ``InputError`` if there is no such function, or the chat template does not
+    support ``role``."""
 
     def __init__(self, config: Environment, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
         assert config.name is not None
@@ -62,9 +59,9 @@ class TextEnvironment:
             except CancelledError:
                 result.cancel()
                 return
-            except Exception as error:  # a limit, or the function's own
+            except Exception as error:  # a limit was exceeded, or the function raised
                 observed = Observation(text=f"error: {error}", failed=True)
-            with suppress(InvalidStateError):  # whoever asked has stopped
+            with suppress(InvalidStateError):  # the caller has cancelled the request
                 reply = self._reply(observed, prompt, ended)
                 result.set_result(replace(reply, seconds=time.monotonic() - began))
 
@@ -89,7 +86,7 @@ class TextEnvironment:
             return self._pool
 
     def _reply(self, observed: Observation, prompt: Prompt, ended: bool) -> Reply:
-        """What is inserted after a turn that ended by a stop token, or did not."""
+        """Convert an observation to a reply. ``ended``: a stop token ended the turn."""
         if observed.text is None:
             return Reply(reward=observed.reward, failed=observed.failed)
         most = self._config.inserted_tokens
@@ -101,24 +98,23 @@ class TextEnvironment:
 
 
 def frame(tokenizer: Any, role: str) -> tuple[str, str]:
-    """What the chat template puts between the policy's words and those of a message of ``role``, and between
-    these and the policy's next words.
+    """Return the text that the chat template puts between the policy's turn and a message of ``role``, and
+    between that message and the policy's next turn.
 
-    Raises:
-        InputError: the template refuses the role, or writes the conversation before it anew: by another
-            history the policy would be asked for the next turn than it was for the last.
+    Raises ``InputError`` if the template refuses the role, or rewrites earlier turns, so that the next turn
+    would follow another context than the policy wrote.
     """
     question, message = ({"role": one, "content": "what is said"} for one in ("user", role))
     try:
         parts = added(tokenizer, [question], [message])
-    except Exception as error:  # jinja2's, and whatever a template raises
+    except Exception as error:  # jinja2's errors, and any that a template raises
         raise InputError(
-            f"environment.role = {role!r}: the chat template does not take it: {error}"
+            f"environment.role = {role!r}: the chat template does not support it: {error}"
         ) from error
     if parts is None or len(parts) != 3:
         raise InputError(
-            f"environment.role = {role!r}: the chat template writes earlier turns anew (it drops thoughts, "
-            "say), so a turn would not follow what the policy wrote: leave role out, and have the "
+            f"environment.role = {role!r}: the chat template rewrites earlier turns (drops thoughts, for "
+            "example), so a turn would not follow what the policy wrote: remove environment.role and let the "
             "environment write its own marks"
         )
     return parts[0], parts[2]

@@ -1,7 +1,7 @@
-"""The tools that are built in, as environments: functions of the prompt's row and of the policy's turns.
+"""Built-in tools as environments: functions of the prompt's row and the policy's turns.
 
-A call ends a turn, so ``rollout.stop`` has its closing mark; the token that completes the mark may have more
-characters, as ``><`` has. A turn without a call is the last one, and the run's reward grades it.
+A call ends a turn, so ``rollout.stop`` needs its closing mark. The token that completes the mark may have
+further characters, such as ``><``. A turn without a call is the last one, and the run's reward grades it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from megatron_fspo.types import Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What an environment answers, where text or a number alone does not say it."""
+    """An environment's reply, if text or a number alone is not enough."""
 
     text: str | None = None
-    """What is inserted before the next turn; None: the trajectory ends."""
+    """Text to insert before the next turn; None: the trajectory ends."""
     forget: bool = False
-    """The next turn reads the prompt and this text (a summary, say), and nothing of the turns before. It
-    stands behind the prompt as it is, without the marks of ``environment.role``."""
+    """Replace the context: the next turn reads only the prompt and this text (a summary, for example), which
+    follows the prompt without the marks of ``environment.role``."""
     reward: float | None = None
-    """Of the trajectory, at its end; None: the run's reward grades it."""
+    """Reward of the trajectory, at its end; None: the run's reward grades it."""
     failed: bool = False
-    """A tool failed; the share of such answers is a metric."""
+    """A tool failed; ``environment/failed`` is the share of such replies."""
 
 
 Answer = Observation | str | float | None
-"""Text to insert; a number: the end, with this reward; None: the end, without one."""
+"""Text to insert; a number: the trajectory ends with this reward; None: it ends without one."""
 
 _OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
     ast.Add: operator.add,
@@ -49,13 +49,13 @@ _OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
     ast.UAdd: operator.pos,
 }
 _LONGEST = 200
-"""Characters of a formula."""
+"""Maximum characters of a formula."""
 _PRINTED = 20_000
-"""Characters of what a program printed."""
+"""Maximum characters of a program's output."""
 
 
 def calculator(prompt: Prompt, turns: Sequence[str]) -> Answer:
-    """``<calc>12 * (3 + 4)</calc>`` is followed by ``<result>84</result>``: + - * / // % of numbers."""
+    """Reply ``<result>84</result>`` to ``<calc>12 * (3 + 4)</calc>``. Supports + - * / // % of numbers."""
     formula = _call(turns[-1], "calc")
     if formula is None:
         return None
@@ -66,18 +66,18 @@ def calculator(prompt: Prompt, turns: Sequence[str]) -> Answer:
 
 
 def python(prompt: Prompt, turns: Sequence[str]) -> Answer:
-    """``<python>print(2 ** 10)</python>`` is followed by ``<output>1024</output>``: what the program printed,
-    and the last line of its traceback. It begins no process, opens no connection and no file to write, by
-    Python's own means: that keeps accidents in, and is no wall against an attack."""
+    """Reply ``<output>1024</output>`` to ``<python>print(2 ** 10)</python>``: the program's output and the
+    last line of its traceback. The worker blocks Python functions that start processes, open connections or
+    write files. That prevents accidents, not attacks."""
     program = _call(turns[-1], "python")
     if program is None:
         return None
-    os.environ.clear()  # keys of the run are nobody's business
+    os.environ.clear()  # hide API keys from the program
     printed, problem = io.StringIO(), ""
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
             exec(compile(program.strip(), "<python>", "exec"), {"__name__": "__main__"})
-        except BaseException as error:  # SystemExit is the program's
+        except BaseException as error:  # including SystemExit
             problem = traceback.format_exception_only(error)[-1]
     return Observation(
         text=f"<output>{printed.getvalue()[:_PRINTED]}{problem}</output>", failed=bool(problem)
@@ -85,7 +85,7 @@ def python(prompt: Prompt, turns: Sequence[str]) -> Answer:
 
 
 def _call(turn: str, name: str) -> str | None:
-    """What stands in the last call of the turn; None: there is none."""
+    """Return the content of the last call in the turn; None if there is none."""
     calls = re.findall(rf"<{name}>(.*?)</{name}>", turn, re.DOTALL)
     return calls[-1] if calls else None
 

@@ -1,4 +1,4 @@
-"""The side of a worker process: one answer of an environment, which is a function."""
+"""Worker-process side of environments that are functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_fspo.rewards.registry import imported
 from megatron_fspo.types import Prompt
 
 _LONGEST = 100_000
-"""Characters of an answer; the rest is cut off."""
+"""Maximum characters of an answer; the rest is cut off."""
 
 Function = Callable[[Prompt, Sequence[str]], Answer]
 BUILT_IN: dict[str, Function] = {"calculator": tools.calculator, "python": tools.python}
@@ -23,31 +23,27 @@ BUILT_IN: dict[str, Function] = {"calculator": tools.calculator, "python": tools
 
 @cache
 def function_of(name: str) -> Function:
-    """Return the environment of that name: a built-in one, or ``"package.module:function"``.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Return the environment ``name``: built-in, or ``"package.module:function"``. Raises ``InputError``."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     if ":" not in name:
         built_in = ", ".join(BUILT_IN)
-        raise InputError(f"no environment is called {name!r}: use one of {built_in}, or module:function")
+        raise InputError(f"unknown environment {name!r}: use one of {built_in}, or module:function")
     function: Function = imported(name, "environment", ("prompt", "turns"))
     return function
 
 
 def answer(name: str, prompt: dict[str, Any], turns: list[str]) -> dict[str, Any]:
-    """Return what the function says, as :func:`fields_of`; raises what that does, and the function."""
+    """Call the function and return the :func:`fields_of` its answer. Exceptions of both propagate."""
     return fields_of(name, function_of(name)(Prompt(**prompt), turns))
 
 
 def fields_of(name: str, said: Any) -> dict[str, Any]:
-    """Return the fields of an :class:`~megatron_fspo.environments.tools.Observation`.
+    """Convert an answer to the fields of an :class:`~megatron_fspo.environments.tools.Observation`.
 
     Raises:
-        TypeError: it is none, and no text, number or None.
-        ValueError: a reward that is no finite number.
+        TypeError: the answer is not an Observation, text, number or None.
+        ValueError: the reward is not finite.
     """
     match said:
         case Observation() as observed:
@@ -57,9 +53,9 @@ def fields_of(name: str, said: Any) -> dict[str, Any]:
         case (int() | float()) as reward:
             observed = Observation(reward=float(reward))
         case other:
-            raise TypeError(f"{name} returned a {type(other).__name__}, no text, number or Observation")
+            raise TypeError(f"{name} returned a {type(other).__name__}, not text, a number or an Observation")
     if observed.reward is not None and not math.isfinite(observed.reward):
         raise ValueError(f"{name} returned the reward {observed.reward}")
-    # A lone surrogate has no bytes in UTF-8, and no tokens.
+    # Lone surrogates have no UTF-8 encoding, and so no tokens.
     text = None if observed.text is None else observed.text[:_LONGEST].encode("utf-8", "replace").decode()
     return asdict(replace(observed, text=text))

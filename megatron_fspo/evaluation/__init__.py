@@ -1,1 +1,1 @@
-"""Evaluation as arithmetic: estimators, intervals, records, tables. Knows no model and no process group."""
+"""Evaluation without models or process groups: estimators, intervals, records and tables."""

@@ -1,7 +1,7 @@
 """pass@k and maj@k of n responses to one problem.
 
-Both are expectations over the C(n, k) ways to draw k of the n responses without replacement, not over one
-draw: no response is wasted, and the order of the responses does not matter. Both are exact for every n.
+Both are exact expectations over the C(n, k) ways to draw k of the n responses without replacement. They use
+all responses and do not depend on their order.
 """
 
 from __future__ import annotations
@@ -19,29 +19,28 @@ Array = NDArray[Any]
 
 @cache
 def pass_at(k: int, n: int, right: int) -> float:
-    """Probability that k of n responses hold a right one: 1 − C(n − c, k)/C(n, k) with c right ones.
+    """Probability that k of n responses include a right one: 1 − C(n − c, k)/C(n, k) with c right ones.
 
-    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), in integers up to one division, so it is
-    the float nearest to the true value for every n. k is in 1 … n, and c in 0 … n.
+    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374). Computed in integers with one division, so
+    the result is the float nearest to the true value. k is in 1 … n, and c in 0 … n.
     """
     ways = math.comb(n, k)
     return (ways - math.comb(n - right, k)) / ways
 
 
 def majority_at(k: int, answers: Sequence[Hashable | None], scores: Sequence[float]) -> float:
-    """Expected score of the answer that most of k responses give; k of the n are drawn without replacement.
+    """Expected score of the majority answer of k responses, drawn from the n without replacement.
 
-    Every response with an answer, extracted and normalised, votes for it, and the answer with the most votes
-    is elected; answers with equally many share the election evenly. An answer's score is the mean over all
-    its responses (they can differ where the reward looks at more than the answer). A response without an
-    answer, None, does not vote, and where nobody votes the result is wrong: it scores 0.
+    Every response votes for its normalised answer; None does not vote. The answer with the most votes wins,
+    and tied answers win with equal probability. The score of an answer is the mean over all its responses,
+    which differ if the reward depends on more than the answer. A draw without votes scores 0.
     """
     n = len(answers)
     by_answer: dict[Hashable, list[float]] = {}
     for answer, score in zip(answers, scores, strict=True):
         if answer is not None:
             by_answer.setdefault(answer, []).append(score)
-    # In an order that follows from the votes, so that the order of the responses changes no digit.
+    # Sorted, so that the result does not depend on the order of the responses, not even in the last digit.
     votes = sorted((len(own), math.fsum(own) / len(own)) for own in by_answer.values())
     silent = n - sum(count for count, _ in votes)
     most = min(k, votes[-1][0]) if votes else 0
@@ -50,12 +49,12 @@ def majority_at(k: int, answers: Sequence[Hashable | None], scores: Sequence[flo
 
 
 def _elected_with(j: int, k: int, n: int, votes: Sequence[tuple[int, float]], silent: int) -> float:
-    """Score of draws in which j votes elect, times their probability.
+    """Expected score of draws in which the winner has j votes, times their probability.
 
-    The draw is that of independent binomials (each response is in it with probability k/n) given that they
-    sum to k, by whose probability the caller divides. ``share`` [ties + 1, k + 1] is the probability that, of
-    the answers so far, none has more than j votes and so many have j, by the responses drawn; ``score`` is
-    that times the summed scores of the tied ones. All terms are positive: nothing cancels.
+    A draw without replacement is independent binomials (each response drawn with probability k/n) given
+    their sum k, by whose probability the caller divides. ``share[i, r]`` is the probability that r are drawn
+    and, of the answers so far, i have j votes and none has more; ``score`` is that times the summed scores of
+    the tied answers. All terms are positive, so nothing cancels.
     """
     able = [(count, value) for count, value in votes if count >= j]
     share, score = np.zeros((2, min(len(able), k // j) + 1, k + 1))
@@ -77,11 +76,11 @@ def _elected_with(j: int, k: int, n: int, votes: Sequence[tuple[int, float]], si
 
 @cache
 def _drawn(count: int, k: int, n: int) -> Array:
-    """P(Binomial(count, k/n) = i) for i = 0 … min(count, k): the nearest floats, whatever the size."""
+    """P(Binomial(count, k/n) = i) for i = 0 … min(count, k), correctly rounded."""
     ways = [math.comb(count, i) * k**i * (n - k) ** (count - i) for i in range(min(count, k) + 1)]
     return np.array([number / n**count for number in ways])
 
 
 def powers_of_two(n: int) -> list[int]:
-    """1, 2, 4, … up to n, and n: the k of the pass@k and maj@k in a table."""
+    """Return 1, 2, 4, … up to n, and n: the values of k for pass@k and maj@k in a table."""
     return sorted({2**i for i in range(n.bit_length())} | {n})

@@ -1,15 +1,14 @@
-"""95% intervals: one result type, and one function for each method.
+"""95% intervals: one result type and one function per method.
 
-Responses to one problem are alike: they are right together or wrong together. So problems are what is drawn,
-each with all its responses. With several sets problems are drawn within each, and the estimate is the mean
-over the sets of their means.
+Responses to one problem are correlated, so the bootstrap resamples problems, each with all its responses.
+With several sets it resamples within each set; the estimate is the mean of the sets' means.
 
-Either end is the outer one of two. BCa (bias-corrected and accelerated; Efron 1987) follows skew, as of
-accuracies near 0 or 1; it is widened for few problems as Hesterberg (2015) does it, by √(P/(P − 1)) and t
-quantiles. The t interval holds where the skew is of problems that were not drawn, as of a gain that a few
-make. Both together hold the truth of populations of 9 to 100 problems 94 to 97% of the time
-(``benchmarks/interval_coverage.py``). The random stream of a set has its name, so that a set's interval does
-not depend on which others there are.
+Each end of :func:`interval_of_means` is the outer one of two intervals. BCa (bias-corrected and accelerated;
+Efron 1987) follows skew, such as that of accuracies near 0 or 1; for few problems it is widened as in
+Hesterberg (2015), by √(P/(P − 1)) and t quantiles. The t interval covers skew from problems that were not
+drawn, such as a gain on a few problems. Together they cover the truth in 94 to 97% of samples of 9 to 100
+problems (``benchmarks/interval_coverage.py``). The random stream of a set is derived from its name, so its
+interval does not depend on the other sets.
 """
 
 from __future__ import annotations
@@ -30,28 +29,23 @@ from megatron_fspo.objective.calibration import jackknife, student_t
 LEVEL = 0.95
 RESAMPLES = 10_000
 _BLOCK = 2**22
-"""Drawn problems that are held at once."""
+"""Maximum number of drawn problems in memory."""
 _NORMAL = NormalDist()
 _NORMAL_END = _NORMAL.inv_cdf((1 + LEVEL) / 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A figure with its 95% interval.
-
-    Example::
-
-        Estimate(value=0.652, low=0.571, high=0.726)
-    """
+    """An estimate with its 95% interval."""
 
     value: float
     low: float
-    """NaN, as ``high``, where there is no interval: a single problem, prompt or seed."""
+    """NaN, like ``high``, if there is no interval, as with a single problem, prompt or seed."""
     high: float
 
 
 def wilson_interval(rate: float, count: int) -> Estimate:
-    """A share of ``count`` independent records."""
+    """Wilson score interval of a share of ``count`` independent records."""
     z2 = 1.96**2
     centre = (rate + z2 / (2 * count)) / (1 + z2 / count)
     half = math.sqrt(z2 * (rate * (1 - rate) + z2 / (4 * count)) / count) / (1 + z2 / count)
@@ -59,14 +53,14 @@ def wilson_interval(rate: float, count: int) -> Estimate:
 
 
 def t_half_width(values: Sequence[float]) -> float:
-    """Half the width of the t interval of a mean of independent normal values; NaN for a single one."""
+    """Half width of the t interval of the mean of independent normal values; NaN for a single value."""
     if len(values) < 2:
         return math.nan
     return student_t(len(values) - 1) * (stdev(values) / math.sqrt(len(values)))
 
 
 def jackknife_interval(value: float, left: Sequence[float]) -> Estimate:
-    """A figure, from its values with one of at least 2 groups after the other left out."""
+    """Jackknife interval of ``value``; ``left`` are its values without each of at least 2 groups in turn."""
     half = student_t(len(left) - 1) * jackknife(list(left))
     return Estimate(value=value, low=value - half, high=value + half)
 
@@ -80,15 +74,15 @@ def resample_groups(
     resamples: int = 400,
     seed: int = 0,
 ) -> list[Estimate]:
-    """Statistics of S [N] and L [N], each with its interval, by resampling groups with all their responses.
+    """Bootstrap intervals of statistics of S and L, resampling groups with all their responses.
 
     Args:
-        statistics: takes S and L of some responses and returns the same number of figures each time.
+        statistics: function of S and L of some responses that returns a fixed number of statistics.
         log_ratio_sums: S [N], nats.
         lengths: L [N], tokens.
-        groups: [N] int64, the prompt of each: responses to one prompt are alike.
-        resamples: how often groups are drawn anew.
-        seed: seeds a generator of its own.
+        groups: [N] int64, the prompt of each response, as responses to one prompt are correlated.
+        resamples: number of bootstrap samples.
+        seed: seed of the random generator.
     """
     members = [torch.nonzero(groups == group)[:, 0] for group in sorted(set(groups.tolist()))]
     random = torch.Generator().manual_seed(seed)
@@ -110,18 +104,15 @@ def resample_groups(
 def interval_of_means(
     sets: Mapping[str, Array], *, seed: int = 0, resamples: int = RESAMPLES
 ) -> list[Estimate]:
-    """Mean over the sets of the mean over their problems, with a 95 % interval: one estimate per quantity.
+    """Estimate the mean over sets of the mean over problems with a 95% interval, for each quantity.
 
-    ``sets`` are by name, [problems, quantities], with the same quantities everywhere; all are resampled
-    together. The random stream has the name of the set and ``seed``.
-
-    Raises:
-        ValueError: no set, or one without problems.
+    ``sets`` maps names to arrays [problems, quantities] with the same quantities, resampled jointly. The
+    random stream depends on the name of the set and ``seed``. Raises ``ValueError`` without sets or problems.
     """
     if not sets or not all(len(values) for values in sets.values()):
-        raise ValueError("an interval needs a set, and every set problems")
+        raise ValueError("an interval needs at least one set, and every set needs problems")
     tables = [np.asarray(values, dtype=np.float64) for values in sets.values()]
-    # Deviations from the first problem, then from the mean: equal problems give exactly their value, and 0.
+    # First relative to problem 0, so that equal problems give exactly their value and zero deviations.
     means = [values[0] + (values - values[0]).mean(0) for values in tables]
     centred = [values - mean for values, mean in zip(tables, means, strict=True)]
     share = 1 / len(tables)
@@ -143,19 +134,19 @@ def interval_of_means(
     for number, value in enumerate((share * np.sum(means, axis=0)).tolist()):
         low = high = math.nan if lone else 0.0
         if not lone and (variance := float(variances[:, number].sum())):
-            # Welch and Satterthwaite's, of several sets.
+            # Welch–Satterthwaite degrees of freedom.
             degrees = variance**2 / float((variances[:, number] ** 2 / freedom).sum())
             half = student_t(degrees) * math.sqrt(variance)
             wide = half / (_NORMAL_END * math.sqrt(float((influence[:, number] ** 2).sum())))
             low, high = _bca(moved[:, number], influence[:, number], wide)
-            # A mean is not beyond the most extreme problems.
+            # The mean cannot be beyond the most extreme problems.
             low, high = max(min(low, -half), lowest[number]), min(max(high, half), highest[number])
         estimates.append(Estimate(value=value, low=value + float(low), high=value + float(high)))
     return estimates
 
 
 def _resampled(centred: Array, stream: str, resamples: int) -> Array:
-    """Means [resamples, quantities] of as many problems, drawn with replacement from the stream named so."""
+    """Return bootstrap means [resamples, quantities]; ``stream`` names the random stream."""
     digest = hashlib.blake2b(stream.encode(), digest_size=16).digest()
     random = np.random.default_rng(int.from_bytes(digest, "little"))
     problems = len(centred)
@@ -171,17 +162,17 @@ def _resampled(centred: Array, stream: str, resamples: int) -> Array:
 
 
 def _bca(moved: Array, influence: Array, wide: float) -> tuple[float, float]:
-    """Ends of the interval, as differences from the estimate: from those of resampled estimates [resamples],
-    the influence of each problem [problems], and a factor on the normal quantiles, for few problems."""
+    """Return the ends of the BCa interval relative to the estimate. ``moved`` [resamples] are bootstrap
+    estimates relative to it, ``influence`` is [problems], and ``wide`` scales the normal quantiles."""
     acceleration = float((influence**3).sum()) / (6 * float((influence**2).sum()) ** 1.5)
-    # Where resamples hit the estimate itself, half of them count as below it.
+    # Of resamples equal to the estimate, half count as below it.
     below = ((moved < 0).mean() + (moved <= 0).mean()) / 2
     bias = _NORMAL.inv_cdf(min(max(float(below), 0.5 / len(moved)), 1 - 0.5 / len(moved)))
     tail = (1 - LEVEL) / 2
     shares = []
     for side in (tail, 1 - tail):
         shifted = bias + wide * _NORMAL.inv_cdf(side)
-        # Beyond the pole, where the formula turns over, the end is that of all resamples.
+        # Beyond the pole of the formula, the end is that of all resamples.
         bent = 1 - acceleration * shifted
         shares.append(_NORMAL.cdf(bias + shifted / bent) if bent > 0 else float(shifted > 0))
     low, high = np.quantile(moved, shares)

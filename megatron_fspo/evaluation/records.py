@@ -1,11 +1,11 @@
-"""The folder of an evaluation: its problems, every completion, and how an interrupted one goes on.
+"""The folder of an evaluation: its manifest, problems and completions, and how to resume it.
 
-``manifest.json`` says what is evaluated and how, with hashes of weights and data; ``problems.jsonl`` has the
-problems; ``samples.jsonl`` every completion with its score, one a line, in an order known beforehand.
+``manifest.json`` has the settings, with hashes of weights and data; ``problems.jsonl`` has the problems;
+``samples.jsonl`` has one completion with its score per line, in a fixed order.
 
-Completions are asked for in portions, always the same ones, and are written portion by portion. Whoever goes
-on cuts the file at the end of the last whole portion, a half-written line with it, and asks for the next one:
-what shares a batch is then what shared it in an undisturbed run, down to the rounding.
+Completions are sampled and written in fixed portions. Resuming truncates the file after its last complete
+portion and continues with the next one, so batches, and therefore rounding, are those of an uninterrupted
+evaluation.
 """
 
 from __future__ import annotations
@@ -27,37 +27,29 @@ PROBLEMS = "problems.jsonl"
 SAMPLES = "samples.jsonl"
 
 Key = tuple[str, int, int]
-"""Set, index of the prompt, and number of the sample."""
+"""Name of the set, index of the prompt, number of the sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One completion with its score: a line of ``samples.jsonl``.
-
-    Example::
-
-        Record(dataset="validation", index=3, sample=0, response="300", answer="300", score=0.0, tokens=4,
-               finish_reason="stop")
-    """
+    """One completion with its score: a line of ``samples.jsonl``."""
 
     dataset: str
     """The key in the file is ``set``."""
     index: int
-    """Index of its prompt."""
     sample: int
     """Number of the completion among the prompt's, from 0."""
     response: str
-    """Text, without the stop token."""
+    """Text without the stop token."""
     answer: str | None
-    """Extracted from the response; None where there is none."""
+    """Answer extracted from the response; None if there is none."""
     score: float
     tokens: int
-    """Length, the stop token included."""
+    """Length, stop token included."""
     finish_reason: Literal["stop", "length"]
 
     @property
     def key(self) -> Key:
-        """The key of the completion."""
         return self.dataset, self.index, self.sample
 
 
@@ -69,14 +61,14 @@ class Problem:
     """The key in the file is ``set``."""
     index: int
     id: str
-    """Equal for the same task and answer, whatever tokenizer and chat template made a prompt of it."""
+    """Identifies task and answer, independently of tokenizer and chat template."""
     prompt: str
-    """Text as the model reads it."""
+    """Text of the prompt after the chat template."""
     answer: str
 
     @classmethod
     def of(cls, prompt: Prompt, dataset: str) -> Problem:
-        """The problem of a prompt; the task is its row in the data file, or its text where no row is kept."""
+        """Make the problem of a prompt. Its id hashes the row of the data file, or else the prompt's text."""
         return cls(
             dataset=dataset,
             index=prompt.index,
@@ -94,18 +86,18 @@ Row = TypeVar("Row", Record, Problem)
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationManifest:
-    """The evaluation that a folder holds."""
+    """The settings of the evaluation in a folder."""
 
     model: str
-    """The checkpoint, as it was named: for people."""
+    """Path of the checkpoint as given, for display."""
     samples: int | Mapping[str, int]
-    """Completions of each problem; by set, where sets differ."""
+    """Completions per problem; by set if sets differ."""
     facts: Mapping[str, Any]
-    """All that decides the results, by name, as JSON types: hashes of what is long."""
+    """Name → value of everything that determines the results, as JSON types; long values are hashed."""
 
     @classmethod
     def load(cls, folder: Path) -> EvaluationManifest:
-        """Read the file; ``InputError`` where there is none, or a damaged one."""
+        """Read the file. Raises ``InputError`` if it is missing or damaged."""
         path = folder / MANIFEST
         try:
             manifest = cls(**json.loads(path.read_bytes()))
@@ -121,38 +113,38 @@ class EvaluationManifest:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write the file whole or not at all."""
+    """Write the file atomically."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.rename(path)
 
 
 def line_of(row: Record | Problem) -> str:
-    """The row as JSON, with a line feed."""
     values = asdict(row)
     return json.dumps({"set": values.pop("dataset"), **values}) + "\n"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedEvaluation:
-    """A finished evaluation, read back."""
+    """A complete evaluation, read from its folder."""
 
     manifest: EvaluationManifest
     problems: tuple[Problem, ...]
     records: tuple[Record, ...]
-    """Completions in the order of the file."""
 
 
 class RecordFile:
-    """``samples.jsonl`` while an evaluation writes it: on the first rank, which holds the folder.
+    """Writes ``samples.jsonl``, on the first rank only.
 
     Args:
-        folder: there already; new, or of an evaluation that was stopped.
-        portions: completions that are asked for together, in their order.
-        check: is called before anything is written; may raise, where the folder is no longer ours.
+        folder: existing folder, empty or with an interrupted evaluation.
+        manifest: settings, which must equal those of an interrupted evaluation.
+        problems: all problems.
+        portions: keys of the completions that are sampled together, in order.
+        check: called before each write; may raise if the folder's lock was lost.
 
     Raises:
-        InputError: the folder is of another evaluation, or damaged; names the fact or line.
+        InputError: the folder has another evaluation, or is damaged; names the fact or line.
     """
 
     def __init__(
@@ -176,7 +168,7 @@ class RecordFile:
                         f"{now.get(name)}. Name another folder with --out, or remove this one"
                     )
         elif self._path.exists():
-            raise InputError(f"{folder} has {SAMPLES} and no {MANIFEST}: not an evaluation, or a damaged one")
+            raise InputError(f"{folder} has {SAMPLES} but no {MANIFEST}: not an evaluation, or damaged")
         else:
             (folder / PROBLEMS).write_text("".join(map(line_of, problems)), encoding="utf-8")
             write_whole(folder / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
@@ -186,18 +178,13 @@ class RecordFile:
 
     @property
     def left(self) -> int:
-        """Completions that it lacks."""
+        """Number of completions still missing."""
         return sum(map(len, self._portions[self.done :]))
 
     def append(self, records: Sequence[Record]) -> None:
-        """Write the next portion.
-
-        Raises:
-            ValueError: it is another one.
-            TrainingError: the disk is full, say.
-        """
+        """Write the next portion. Raises ``ValueError`` for other records, ``TrainingError`` on failure."""
         if [record.key for record in records] != list(self._portions[self.done]):
-            raise ValueError(f"these are not the records of portion {self.done}")
+            raise ValueError(f"the records are not those of portion {self.done}")
         self._check()
         try:
             with self._path.open("a", encoding="utf-8") as file:
@@ -206,20 +193,20 @@ class RecordFile:
                 os.fsync(file.fileno())
         except OSError as error:
             raise TrainingError(
-                f"{self._path} cannot be written: {error.strerror}. Mend that; the same command goes on from "
-                "what is there"
+                f"{self._path} cannot be written: {error.strerror}. Fix this and repeat the command, "
+                "which continues the evaluation"
             ) from None
         self.done += 1
 
     def _cut(self) -> int:
-        """Portions that the file holds whole; what comes after them goes."""
+        """Truncate the file after its last complete portion; return the number of complete portions."""
         keys = list(chain(*self._portions))
         sizes: list[int] = []
         for raw, record in _read(self._path, Record):
             if keys[len(sizes) : len(sizes) + 1] != [record.key]:
                 key = f"set {record.dataset}, prompt {record.index}, sample {record.sample}"
                 raise InputError(
-                    f"{self._path}:{len(sizes) + 1}: {key} does not come here: the file was changed"
+                    f"{self._path}:{len(sizes) + 1}: {key} is out of order: the file was changed"
                 )
             sizes.append(len(raw))
         ends = [end for end in accumulate(map(len, self._portions)) if end <= len(sizes)]
@@ -228,11 +215,7 @@ class RecordFile:
 
 
 def load(folder: Path) -> SavedEvaluation:
-    """A finished evaluation.
-
-    Raises:
-        InputError: it is not finished, or no evaluation, or damaged.
-    """
+    """Read an evaluation. Raises ``InputError`` if there is none, or if it is incomplete or damaged."""
     manifest = EvaluationManifest.load(folder)
     problems = tuple(problem for _, problem in _read(folder / PROBLEMS, Problem))
     records = tuple(record for _, record in _read(folder / SAMPLES, Record))
@@ -240,22 +223,22 @@ def load(folder: Path) -> SavedEvaluation:
     try:
         samples = {p.dataset: own if isinstance(own, int) else own[p.dataset] for p in problems}
     except KeyError as error:
-        raise InputError(f"{folder / MANIFEST}: no samples of set {error}: it is damaged") from None
+        raise InputError(f"{folder / MANIFEST}: no samples of set {error}: the file is damaged") from None
     wanted = {(p.dataset, p.index, n) for p in problems for n in range(samples[p.dataset])}
     if {record.key for record in records} != wanted or len(records) != len(wanted):
         raise InputError(
-            f"{folder} has {len(records)} of {len(wanted)} completions: go on with the command that began it"
+            f"{folder} has {len(records)} of {len(wanted)} completions: repeat its command to continue"
         )
     return SavedEvaluation(manifest=manifest, problems=problems, records=records)
 
 
 def hash_of_prompts(prompts: Sequence[Prompt]) -> str:
-    """SHA-256 of the problems of a set, and of the tokens that the model reads."""
+    """Return the SHA-256 of the problems of a set and their prompt tokens."""
     return _digest([[p.index, list(p.token_ids), p.answer, Problem.of(p, "").id] for p in prompts])
 
 
 def _read(path: Path, kind: type[Row]) -> Iterator[tuple[bytes, Row]]:
-    """Bytes and content of every line; a last one without its end is left out."""
+    """Yield bytes and content of every line, except for an unfinished last line."""
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, 1):
@@ -267,7 +250,7 @@ def _read(path: Path, kind: type[Row]) -> Iterator[tuple[bytes, Row]]:
                     if isinstance(row, Record):
                         sound = isinstance(row.score, int | float) and isinstance(row.tokens, int)
                         if not sound:
-                            raise ValueError("score or tokens are no numbers")
+                            raise ValueError("score or tokens are not numbers")
                 except (ValueError, TypeError, KeyError, AttributeError):
                     name = "completion" if kind is Record else "problem"
                     raise InputError(

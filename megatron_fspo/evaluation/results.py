@@ -1,4 +1,4 @@
-"""``table.md`` and ``results.json``: the figures of an evaluation, for a paper and for a program."""
+"""Writes the figures of an evaluation: ``table.md`` for papers, ``results.json`` for programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AVERAGE = "average"
 
 
 def metrics_of(summary: Summary, group: str = "val") -> dict[str, float]:
-    """The figures under the names that a run logs them by."""
+    """Return the figures by the metric names of a training run."""
     metrics: dict[str, float] = {}
     for dataset, estimates in summary.sets.items():
         n, name = summary.samples[dataset], f"{group}/{dataset}"
@@ -37,7 +37,7 @@ def metrics_of(summary: Summary, group: str = "val") -> dict[str, float]:
 def write(
     folder: Path, manifest: EvaluationManifest, summary: Summary, comparison: Comparison | None = None
 ) -> None:
-    """Write both files, each whole or not at all."""
+    """Write ``table.md`` and ``results.json``, each atomically."""
     content: dict[str, Any] = {
         "model": manifest.model,
         "samples": manifest.samples,
@@ -57,7 +57,7 @@ def write(
 
 
 def table(model: str, summary: Summary, comparison: Comparison | None = None) -> str:
-    """Markdown: a row per model with three columns per set, then a row per set with all figures."""
+    """Return Markdown: a table with a row per model, then one with a row per set and all figures."""
     sets = [*summary.sets, *([AVERAGE] if len(summary.sets) > 1 else [])]
     rows = [(f"`{model}`", summary, "")]
     if comparison is not None:
@@ -72,13 +72,13 @@ def table(model: str, summary: Summary, comparison: Comparison | None = None) ->
     ]
     if comparison is not None and comparison.changed:
         changes = (f"`{key}` {was} → {now}" for key, (was, now) in comparison.changed.items())
-        paragraphs.append(f"Besides the weights these differ: {', '.join(changes)}.")
+        paragraphs.append(f"Besides the weights, these settings differ: {', '.join(changes)}.")
     return "\n\n".join([*paragraphs, _details(summary)]) + "\n"
 
 
 def _heads(summaries: Sequence[Summary], name: str) -> list[str]:
-    """Heads of the columns of a set or of the average: with ``@k`` where one k holds in all rows. The average
-    of sets with different k has a mean without, and the largest pass@k and maj@k that all of them have."""
+    """Return the column heads of a set or of the average, with ``@k`` if k is equal in all rows. The average
+    of sets with different k has "mean" without k, and the largest pass@k and maj@k that all sets have."""
     means = _at(
         k for one in summaries for k in ([one.samples[name]] if name in one.samples else one.samples.values())
     )
@@ -87,7 +87,6 @@ def _heads(summaries: Sequence[Summary], name: str) -> list[str]:
 
 
 def _at(ks: Iterable[int]) -> str:
-    """``@k``, if all k are the same."""
     different = set(ks)
     return f"@{different.pop()}" if len(different) == 1 else ""
 
@@ -103,7 +102,7 @@ def _cells(summary: Summary, sets: Sequence[str], sign: str) -> Iterable[str]:
 
 
 def _drawn(figures: Iterable[str]) -> list[int]:
-    """The k of pass@k and maj@k, from small to large."""
+    """Return the k of pass@k and maj@k in increasing order."""
     return sorted(int(key.removeprefix("pass@")) for key in figures if key.startswith("pass@"))
 
 
@@ -121,7 +120,7 @@ def _details(summary: Summary) -> str:
 
 
 def _percent(value: float, sign: str = "") -> str:
-    """Write a number with one decimal; no minus before a zero."""
+    """Format a share × 100 with one decimal, without negative zero."""
     return f"{round(100 * value, 1) + 0.0:{sign}.1f}"
 
 

@@ -1,4 +1,4 @@
-"""Figures of completions: per problem, per set, over sets; and two evaluations compared."""
+"""Figures of completions per problem, per set and over sets, and comparison of two evaluations."""
 
 from __future__ import annotations
 
@@ -17,42 +17,40 @@ Quantities = dict[str, Array]
 """Figure → one value per problem [P], in the order of their indices.
 
 ``mean``: mean score; ``pass@k``; ``maj@k``; ``length``: tokens; ``truncated`` and ``unanswered``: shares of
-the responses that were cut off, and from which no answer was extracted."""
+responses that reached the length limit, and without an extracted answer."""
 _SHOWN = 5
-"""Problems that a message names."""
+"""Maximum number of problems in a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Figures of one evaluation, or differences between two."""
+    """Figures of one evaluation, or differences of two."""
 
     samples: Mapping[str, int]
-    """Completions of each problem, by set."""
+    """Set → completions per problem."""
     problems: Mapping[str, int]
-    """Number of problems, by set."""
     sets: Mapping[str, Mapping[str, Estimate]]
-    """Figures by set, by quantity."""
+    """Set → quantity → figure."""
     average: Mapping[str, Estimate]
-    """Mean over the sets by quantity, of those that all sets have."""
+    """Quantity → mean over the sets, for quantities that all sets have."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One evaluation less another, problem by problem."""
+    """Paired comparison of an evaluation with another one."""
 
     model: str
-    """The other evaluation's."""
+    """Checkpoint of the other evaluation."""
     summary: Summary
-    """The other evaluation's figures."""
     changed: Mapping[str, tuple[object, object]]
-    """Facts that are not the same: (the other's, this one's). Prompts and weights are left out."""
+    """Facts that differ, as (other, this); hashes of prompts and weights are excluded."""
     differences: Summary
-    """The quantities that both have; ``samples`` are this one's."""
+    """This minus other, for quantities of both; ``samples`` are those of this one."""
 
 
 def per_problem(records: Iterable[Record]) -> dict[str, Quantities]:
-    """Figures of each problem, by set, in the order in which the sets come, of at least one record; problems
-    of a set have the same number of completions."""
+    """Return set → figures of each problem, with sets in order of their first record. Problems of a set must
+    have the same number of completions."""
     sets: dict[str, dict[int, list[Record]]] = {}
     for record in sorted(records, key=lambda record: record.sample):
         sets.setdefault(record.dataset, {}).setdefault(record.index, []).append(record)
@@ -75,8 +73,8 @@ def _quantities(problems: Sequence[Sequence[Record]]) -> Quantities:
 
 
 def summarize(sets: Mapping[str, Quantities], samples: int | Mapping[str, int]) -> Summary:
-    """Means over problems with their intervals, of :func:`per_problem`'s sets, or of differences of two such;
-    ``samples`` are completions of each problem, or by set."""
+    """Return means over problems with intervals, for the result of :func:`per_problem` or differences of two.
+    ``samples`` is the number of completions per problem, or set → number."""
 
     def estimates(some: Mapping[str, Quantities]) -> dict[str, Estimate]:
         first, *others = some.values()
@@ -93,11 +91,8 @@ def summarize(sets: Mapping[str, Quantities], samples: int | Mapping[str, int]) 
 
 
 def compare(this: SavedEvaluation, other: SavedEvaluation) -> Comparison:
-    """``this`` less ``other`` on the same problems, matched by what they ask.
-
-    Raises:
-        InputError: the problems differ; names some.
-    """
+    """Compute ``this`` minus ``other`` on the same problems, matched by their ids. Raises ``InputError`` if
+    the problems differ."""
     rows = match(this.problems, other.problems, f"{this.manifest.model} and {other.manifest.model}")
     mine, theirs = per_problem(this.records), per_problem(other.records)
     before, now = other.manifest.facts, this.manifest.facts
@@ -121,10 +116,8 @@ def compare(this: SavedEvaluation, other: SavedEvaluation) -> Comparison:
 
 
 def match(mine: Sequence[Problem], theirs: Sequence[Problem], between: str) -> dict[str, list[int]]:
-    """Returns by set, for each of my problems in the order of indices, the row of the same one of theirs.
-
-    Raises ``InputError`` naming some if the problems of the two evaluations, ``between``, are not the same.
-    """
+    """Return set → rows in ``theirs`` of the problems in ``mine``, both in order of index. Raises
+    ``InputError`` if the problems differ; ``between`` names the evaluations in its message."""
     ours, others = _named_once(mine), _named_once(theirs)
     lists = []
     for where, some, rest in (("first", ours, others), ("second", others, ours)):
@@ -146,7 +139,7 @@ def match(mine: Sequence[Problem], theirs: Sequence[Problem], between: str) -> d
 
 
 def _named_once(problems: Sequence[Problem]) -> dict[tuple[str, str, int], Problem]:
-    """Problems by set, identity, and how often it came before (a file may hold one twice), by index."""
+    """Return (set, id, earlier occurrences of it) → problem, in order of index; files may repeat problems."""
     seen: Counter[tuple[str, str]] = Counter()
     named = {}
     for problem in sorted(problems, key=lambda problem: problem.index):

@@ -1,1 +1,1 @@
-"""The ranks of a job among each other and with the outside: heartbeat, waiting, start, lock, run folder."""
+"""Coordination of a job's ranks: start, heartbeat, waiting, and lock and status files of the run folder."""

@@ -1,9 +1,8 @@
-"""Before the first step every rank proves that it has the same run in hand as the others.
+"""Checks that all ranks have the same configuration, data, package versions and run folder.
 
-Nodes differ in ways that no error tells: a relative ``run.folder`` on disks of their own, another copy of the
-data, a configuration edited on one of them, an environment that was updated on all but one. Such a run would
-train, and be wrong. So what each rank has is compared before any weights are loaded, and a difference is
-named with its ranks.
+Nodes can differ without an error: a relative ``run.folder`` on local disks, another copy of the data, a
+configuration edited on one node, or an environment updated on all but one. Such a run would train and give
+wrong results. So ranks are compared before weights are loaded.
 """
 
 from __future__ import annotations
@@ -27,21 +26,18 @@ from megatron_fspo.job.rank_status import named_ranks
 from megatron_fspo.parallel.control import Control
 
 _PACKAGES = ("megatron-fspo", "torch", "megatron-core", "transformer-engine", "transformers", "safetensors")
+_SMALL = (".json", ".jinja", ".txt", ".model")
+"""Suffixes of the files of a configuration and a tokenizer."""
 _NOTHING = "none"
 VISIBLE_SECONDS = 75.0
-"""How long a network file system may hide a new file from another machine: NFS caches names for a minute."""
+"""Time limit for a new file to become visible on other machines: NFS caches names for a minute."""
 _POLL_SECONDS = 0.5
 
 
 def prove_same(config: Config, *, trains: bool = True, resume: str = "no") -> None:
-    """Check that all ranks have the same configuration, data, tokenizer and versions. Collective.
-
-    Training prompts are looked at if it ``trains``; ``resume`` is what ``--resume`` says, which has to be the
-    same, too.
-
-    Raises:
-        InputError: on every rank; names the first thing that differs, and the ranks.
-    """
+    """Check that all ranks have the same configuration, data, tokenizer, versions and ``--resume``; training
+    data only if ``trains``. Raises ``InputError`` on every rank, with the first difference and its ranks.
+    Collective."""
     if dist.get_world_size() == 1:
         return
     every = _gather((socket.gethostname(), {**facts(config, trains=trains), "--resume": resume}))
@@ -50,11 +46,8 @@ def prove_same(config: Config, *, trains: bool = True, resume: str = "no") -> No
 
 
 def prove_folder_is_shared(folder: Path, control: Control, nonce: str) -> None:
-    """Check that all ranks see the lock file that the first rank made in the folder of the run. Collective.
-
-    Raises:
-        InputError: on every rank; names the ranks that do not see it.
-    """
+    """Check that all ranks see the lock file that the first rank made in the run folder. Raises
+    ``InputError`` on every rank, which names the ranks that do not. Collective."""
     if dist.get_world_size() == 1:
         return
     deadline, seen = time.monotonic() + VISIBLE_SECONDS, False
@@ -64,21 +57,21 @@ def prove_folder_is_shared(folder: Path, control: Control, nonce: str) -> None:
             seen = owner is not None and owner.nonce == nonce
         if not seen:
             time.sleep(_POLL_SECONDS)
-    control.meet("all ranks to look into the folder of the run")
+    control.meet("all ranks to look into the run folder")
     every = _gather((socket.gethostname(), str(Path.cwd()), seen))
     blind = [rank for rank, (_, _, seen) in enumerate(every) if not seen]
     if blind:
         host, cwd, _ = every[blind[0]]
         raise InputError(
-            f"run.folder: what rank 0 ({every[0][0]}, started in {every[0][1]}) wrote in {folder} is not "
-            f"seen by {named_ranks(blind)} ({host}, started in {cwd}): all nodes need one shared folder, "
-            "named by its full path"
+            f"run.folder: rank 0 ({every[0][0]}, started in {every[0][1]}) wrote a file in {folder} that "
+            f"{named_ranks(blind)} ({host}, started in {cwd}) cannot see: all nodes need one shared folder, "
+            "given by its full path"
         )
 
 
 def difference(every: Sequence[tuple[str, Mapping[str, str]]]) -> str | None:
-    """The first fact that is not the same on all ranks, as a line; None if all are. ``every`` is per rank its
-    host, and its facts by name."""
+    """Describe the first fact that differs between ranks; None if all agree. ``every`` has the host and the
+    facts by name of each rank."""
     names = dict.fromkeys(name for _, facts in every for name in facts)
     for name in names:
         having: dict[str, list[int]] = {}
@@ -91,7 +84,7 @@ def difference(every: Sequence[tuple[str, Mapping[str, str]]]) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages that numbers depend on, by name; without those that are not installed."""
+    """The versions of the installed packages that affect results, by name."""
     installed = {}
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -100,8 +93,7 @@ def versions() -> dict[str, str]:
 
 
 def facts(config: Config, *, trains: bool) -> dict[str, str]:
-    """Name → value, as a person reads them, of all that must be the same on all ranks; the likelier reason
-    before what follows from it."""
+    """Readable name → value of everything that must be the same on all ranks; causes before consequences."""
     packages = dict.fromkeys(_PACKAGES, _NOTHING) | versions()
     values = {"the version of Python": platform.python_version()}
     values |= {f"the version of {package}": version for package, version in packages.items()}
@@ -110,7 +102,7 @@ def facts(config: Config, *, trains: bool) -> dict[str, str]:
     for key, sets in (("train", config.data.train_sets), ("validation", config.data.validation_sets)):
         for one in sets if trains or key == "validation" else ():
             values[f"the file of data.{key}, {one.file},"] = _digest([one.file])
-    small = sorted(path for path in config.model.checkpoint.glob("*") if path.suffix in (".json", ".jinja"))
+    small = sorted(path for path in config.model.checkpoint.glob("*") if path.suffix in _SMALL)
     values["the configuration and tokenizer in model.checkpoint"] = _digest(small)
     if config.loss.name == "fspo" and config.loss.noise is not None:
         values[f"the file of loss.noise, {config.loss.noise},"] = _digest([config.loss.noise])

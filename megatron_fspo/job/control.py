@@ -1,16 +1,14 @@
-"""Waiting through the job's key-value store, and the heartbeat by which ranks watch each other.
+"""Waiting through the job's key-value store, and the heartbeat with which ranks monitor each other.
 
-The store answers one request of a connection at a time, and a machine that lost its power answers none at
-all. So one thread per rank, the heartbeat, has a connection of its own, and who waits for its answers keeps
-an eye on the clock. It asks again and again, and never blocks in the store: torch's own blocking wait writes
-a warning whenever it times out.
+The store handles one request per connection at a time, and a machine without power never answers. So one
+thread per rank, the heartbeat, has its own connection, and callers wait for its answers with a time limit.
+It polls and never blocks in the store, because torch's blocking wait logs a warning at each time-out.
 
-Every rank looks at the next one, whatever either is doing, so a look costs the store two requests per rank
-and beat. A silent rank ends the job whatever the others do: most of them are in a collective with it, which
-says nothing until its own, longer time-out, and then not who was missing.
+Every rank monitors the next rank, at two requests per rank and beat. A silent rank ends the job: most other
+ranks hang in a collective with it, which would only fail after a longer time-out, without naming the rank.
 
-Keys, under a prefix per job: ``beat/<rank>``, ``failed`` and ``stop`` ("-" until there is something to say),
-``left``, ``word/<number>`` and ``meet/<ranks>/<number>``. The last rank to leave deletes them.
+Keys, under a prefix per job: ``beat/<rank>``, ``failed`` and ``stop`` ("-" until set), ``left``,
+``word/<number>`` and ``meet/<ranks>/<number>``. The last rank to leave deletes them.
 """
 
 from __future__ import annotations
@@ -37,33 +35,33 @@ T = TypeVar("T")
 
 _NOTHING = "-"
 _LEFT = "\0left"
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.25  # seconds between two questions whether a key is there
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.25  # seconds between two polls
 _CLOSING_SECONDS = 10.0
 _MESSAGE_CHARACTERS = 4000
 
 
 class Beat(NamedTuple):
-    """A sign of life of one rank, as it stands in the store."""
+    """A heartbeat of one rank, as stored."""
 
     number: int
     host: str
     local_rank: str
-    """On its host, as the launcher says; "" without one."""
+    """``LOCAL_RANK``; "" if the launcher does not set it."""
     process: int
     waits: str
-    """The thing the rank waits for; "" while it works."""
+    """What the rank waits for; "" while it works."""
 
     def name(self, rank: int) -> str:
-        """The rank with host, local rank and process, for messages."""
+        """Return rank, host, local rank and process, for messages."""
         local = f"local rank {self.local_rank}, " if self.local_rank else ""
         return f"rank {rank} ({self.host}, {local}process {self.process})"
 
 
 class Silence:
-    """Counts the seconds for which something was *seen* not to change.
+    """Counts the seconds for which an observed state has not changed.
 
-    A process that was stopped or starved for a minute itself has not seen anybody be silent: between two
-    looks no more than two beats count.
+    At most two beats count between two looks, so a process that was itself stopped or starved for a minute
+    does not report others as silent.
     """
 
     def __init__(self, patience: Patience) -> None:
@@ -73,7 +71,7 @@ class Silence:
         self.seconds = 0.0
 
     def look(self, state: object) -> float:
-        """Return the seconds for which the state has been this one."""
+        """Return the seconds for which this state has been observed."""
         now = time.monotonic()
         self.seconds = self.seconds + min(now - self._looked, self._most) if state == self._state else 0.0
         self._looked, self._state = now, state
@@ -84,13 +82,13 @@ class JobControl(Control):
     """The control of a job of several ranks; made once, by :mod:`megatron_fspo.mcore.startup`.
 
     Args:
-        store: of the job; used by the heartbeat only, from here on.
-        rank: of this process.
-        size: of the job.
-        patience: how long waits and silences may last, and the end of a process after a failure.
-        hosts: whether the store's server is a thread of this process, and ends with it.
-        speaks: whether this rank's last words go to stderr; one per machine is enough.
-        end: ends the process, at once.
+        store: the job's store; from now on, only the heartbeat may use it.
+        rank: rank of this process.
+        size: number of ranks.
+        patience: time limits.
+        hosts: whether the store's server is a thread of this process.
+        speaks: whether this rank prints the job's failure to stderr; one rank per machine is enough.
+        end: ends the process immediately.
     """
 
     def __init__(
@@ -106,13 +104,13 @@ class JobControl(Control):
     ) -> None:
         super().__init__(patience)
         self.problem: str | None = None
-        """Why the job ends."""
+        """Why the job ends; None while it runs."""
         self._store, self._rank, self._size = store, rank, size
         self._hosts, self._speaks, self._end = hosts, speaks, end
         self._words = 0
         self._meetings: dict[str, int] = {}
-        self._stop_seen = False  # some process was asked to stop
-        self._turns = 0  # of the heartbeat: grows while the store answers
+        self._stop_seen = False  # a stop was requested on some rank
+        self._turns = 0  # of the heartbeat's loop: grows while the store answers
         self._store_silence = Silence(patience)
         self._requests: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._beat = Beat(0, socket.gethostname(), os.environ.get("LOCAL_RANK", ""), os.getpid(), "")
@@ -120,7 +118,7 @@ class JobControl(Control):
         self._neighbour_silence = Silence(patience)
         self._leaving = self._printed = False
         self._thread = threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True)
-        # The interpreter kills threads at its end, which aborts the process if one is inside C++.
+        # At exit the interpreter kills threads, which aborts the process if one is inside C++.
         atexit.register(self.close)
         self._thread.start()
 
@@ -176,7 +174,7 @@ class JobControl(Control):
                 self._delete(key, f"{key}/all", f"{key}/left")
             return stop
 
-        # Whoever waits here shows it, so that those it waits for differ from those that came.
+        # _missing recognises ranks that arrived by the wait in their heartbeats.
         with self.waiting(what, seconds=seconds) as wait:
             self._until(arrive)
             try:
@@ -185,7 +183,7 @@ class JobControl(Control):
                 if self.problem is not None:
                     raise
                 late = self._result(self._until(lambda: self._missing(ranks, what)))
-                self.fail(TrainingError(f"{error}; not there: {late}"))
+                self.fail(TrainingError(f"{error}; missing: {late}"))
                 raise TrainingError(self.problem) from None  # the same on all of them
 
     @contextmanager
@@ -199,7 +197,7 @@ class JobControl(Control):
             silence = self._store_silence.look(self._turns)
             if silence <= self.patience.silence:
                 return
-            self._lose_store(f"has not answered for {silence:.0f} s: is the first machine gone?")
+            self._lose_store(f"has not answered for {silence:.0f} s: is the machine of rank 0 down?")
         raise TrainingError(self.problem)
 
     @property
@@ -216,10 +214,10 @@ class JobControl(Control):
         while self.problem is None and time.monotonic() < deadline:
             time.sleep(0.01)
         if self._hosts:
-            time.sleep(2 * self.patience.beat)  # until all have read it
+            time.sleep(2 * self.patience.beat)  # until all ranks have read the problem
 
     def close(self) -> None:
-        # After a failure the thread stays, to end a process that does not end.
+        # After a failure the thread continues, to end the process if it hangs.
         atexit.unregister(self.close)
         if self.problem is not None or not self._thread.is_alive():
             return
@@ -228,7 +226,7 @@ class JobControl(Control):
         self._thread.join(_CLOSING_SECONDS)
 
     def _until(self, ask: Callable[[], T | None]) -> Future[T]:
-        """Have the heartbeat call ``ask`` again and again; the result is its first one that is not None."""
+        """Have the heartbeat call ``ask`` repeatedly; the result is the first that is not None."""
         answer: Future[T] = Future()
         self._requests.put((ask, answer))
         return answer
@@ -246,19 +244,19 @@ class JobControl(Control):
                 raise
 
     def _lose_store(self, why: str) -> None:
-        """Nobody can be heard any more: every machine says so for itself."""
+        """Set the problem; each machine prints it for itself, since ranks can no longer reach each other."""
         self.problem = self.problem or f"the store through which ranks meet {why}"
         if self._rank != 0 and self._speaks and not self._leaving:
             self._print_problem()
 
-    # What follows runs in the heartbeat's thread.
+    # The methods below run in the heartbeat's thread.
 
     def _heartbeat(self) -> None:
         try:
             self._live()
         except Exception as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            self._lose_store(f"is gone, with the process that had it: {reason}")
+            self._lose_store(f"is gone, because the process that hosted it ended: {reason}")
         if self.problem is not None and not self._leaving:
             time.sleep(self.patience.grace)
             if self._speaks:
@@ -299,7 +297,7 @@ class JobControl(Control):
         return result is not None
 
     def _beat_and_look(self) -> None:
-        """Say that this rank lives, and look whether the next does; hear of failures and stops."""
+        """Post this rank's heartbeat, check the next rank's, and read failures and stop requests."""
         self._say(self.waits)
         if self._stop_here and not self._stop_seen:
             self._store.compare_set("stop", _NOTHING, str(self._rank))
@@ -309,7 +307,7 @@ class JobControl(Control):
             self.problem = self.problem or failed
         elif self._size > 1:
             key = f"beat/{self._neighbour}"
-            if not self._neighbour_came:  # who never comes is missed by those that meet
+            if not self._neighbour_came:  # meet() reports ranks that never come
                 self._neighbour_came = self._store.check([key])
                 return
             beat = Beat(*json.loads(self._store.get(key)))
@@ -321,7 +319,7 @@ class JobControl(Control):
         self._store.set(f"beat/{self._rank}", json.dumps(self._beat))
 
     def _report(self, silent: Beat) -> None:
-        """End the job, because the neighbour is silent."""
+        """End the job because the next rank is silent."""
         waiting = [
             f", while {beat.name(rank)} waited for {beat.waits}"
             for rank, beat in self._beats(range(self._size)).items()
@@ -329,15 +327,15 @@ class JobControl(Control):
         ]
         doing = f", last seen waiting for {silent.waits}" if silent.waits else ""
         problem = (
-            f"{silent.name(self._neighbour)} was not heard of for {self._neighbour_silence.seconds:.0f} s "
+            f"{silent.name(self._neighbour)} sent no heartbeat for {self._neighbour_silence.seconds:.0f} s "
             f"(parallel.silence_seconds){doing}{waiting[0] if waiting else ''}"
         )
-        # The first rank says it in its own error, unless it is in a collective: then nobody else would.
+        # Not on rank 0 in a wait, which raises an error with the problem.
         if self._post(problem) and (self._rank != 0 or not self.waits):
             self._print_problem()
 
     def _post(self, problem: str) -> bool:
-        """Publish a problem; returns whether it was the first one of all ranks, which is the one reported."""
+        """Publish a problem; return whether it is the first of all ranks, the one that is reported."""
         first = self._store.compare_set("failed", _NOTHING, problem).decode()
         self.problem = self.problem or first
         return first == problem
@@ -349,7 +347,7 @@ class JobControl(Control):
         return shortened([beats[rank].name(rank) if rank in beats else f"rank {rank}" for rank in late])
 
     def _beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
-        """The newest sign of life of every rank that ever gave one."""
+        """The newest heartbeat of each rank that has sent one."""
         texts = read_keys(self._store, {rank: f"beat/{rank}" for rank in ranks})
         return {rank: Beat(*json.loads(text)) for rank, text in texts.items()}
 
@@ -357,7 +355,7 @@ class JobControl(Control):
         self._say(_LEFT)
         if self._store.add("left", 1) == self._size:
             self._delete("failed", "stop", "left", *(f"beat/{rank}" for rank in range(self._size)))
-        elif self._hosts:  # the others' last requests need it
+        elif self._hosts:  # other ranks still need the store for their last requests
             deadline = time.monotonic() + _CLOSING_SECONDS / 2
             while self._store.check(["left"]) and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -374,12 +372,12 @@ class JobControl(Control):
 
 
 def read_keys(store: Store, keys: dict[int, str]) -> dict[int, bytes]:
-    """Rank → value, of those of the keys, a rank's each, that are in the store. Does not wait for any."""
-    if not store.check(list(keys.values())):  # else all of them, in two requests
+    """Return rank → value for those of the ranks' keys that are in the store, without waiting."""
+    if not store.check(list(keys.values())):  # if all are there, two requests are enough
         keys = {rank: key for rank, key in keys.items() if store.check([key])}
     return dict(zip(keys, store.multi_get(list(keys.values())), strict=True)) if keys else {}
 
 
 def shortened(names: Sequence[str]) -> str:
-    """Join names with commas, five at most."""
+    """Join the first five names with commas, and append how many more there are."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

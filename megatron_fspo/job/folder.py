@@ -1,4 +1,4 @@
-"""The folder of a run: ``config.toml``, ``metrics.jsonl``, ``checkpoints/``, ``hf/``, ``report/``."""
+"""The run folder: ``config.toml``, ``metrics.jsonl``, ``checkpoints/``, ``hf/``, ``report/``."""
 
 from __future__ import annotations
 
@@ -15,38 +15,33 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.job.lock import LOCK, Owner, check_not_held
 
 Resume = Literal["no", "newest", "auto"]
-"""The values of ``--resume``: a new run; to go on from the newest checkpoint; or to go on from the newest
-that is whole if there is a run, else to start one."""
+"""The values of ``--resume``: start a new run; continue from the newest checkpoint; or continue from the
+newest intact checkpoint if the run exists, otherwise start it."""
 
 _CHECKPOINT = re.compile(r"step_(\d+)")
 
 
 def checkpoint_folder(config: Config, step: int) -> Path:
-    """Where the checkpoint lives that was written after so many steps."""
+    """The path of the checkpoint written after ``step`` steps."""
     return config.run_folder / "checkpoints" / f"step_{step:06d}"
 
 
 def checkpoints(run: Config | Path) -> list[Path]:
-    """Complete checkpoints of a run, or of the one in a folder, oldest first. (One still being written has
-    another name.)"""
+    """The complete checkpoints of a run, or of a run folder, oldest first. (Incomplete ones have other
+    names.)"""
     paths = ((run if isinstance(run, Path) else run.run_folder) / "checkpoints").glob("step_*")
     return sorted((path for path in paths if _CHECKPOINT.fullmatch(path.name)), key=_steps_of)
 
 
 def newest_checkpoint(config: Config, *, step: int) -> Path | None:
-    """The newest of at most so many steps."""
+    """The newest checkpoint written after at most ``step`` steps."""
     return max((path for path in checkpoints(config) if _steps_of(path) <= step), key=_steps_of, default=None)
 
 
 def remove_old_checkpoints(config: Config, *, good_step: int) -> dict[Path, str]:
-    """Keep the newest ``checkpoint.keep``, the milestones and the newest of at most ``good_step`` steps, and
-    nothing that a killed run left half written or half removed.
-
-    Not while a checkpoint is being written.
-
-    Returns:
-        what could not be removed, and why.
-    """
+    """Remove all checkpoints but the newest ``checkpoint.keep``, the milestones and the newest of at most
+    ``good_step`` steps; return path → error of those that could not be removed. Also removes what a killed
+    run left half written or half removed, so do not call this while a checkpoint is being written."""
     half = (config.run_folder / "checkpoints").glob("*.partial")
     good = newest_checkpoint(config, step=good_step)
     every = config.checkpoint.milestones
@@ -60,8 +55,8 @@ def remove_old_checkpoints(config: Config, *, good_step: int) -> dict[Path, str]
         partial = path.with_suffix(".partial")
         try:
             if path.is_symlink():
-                raise OSError("it is a link")
-            # What has the name of a checkpoint is a whole one.
+                raise OSError("it is a symbolic link")
+            # Renamed first: whatever has the name of a checkpoint must be complete.
             shutil.rmtree(path.rename(partial))
         except OSError as error:
             stays[path if os.path.lexists(path) else partial] = str(error)
@@ -75,13 +70,13 @@ def _steps_of(path: Path) -> int:
 
 
 def checkpoints_to_resume(config: Config, resume: Resume, *, mine: Owner | None = None) -> list[Path]:
-    """The checkpoints that the run may go on from, oldest first; none for one that starts.
+    """The checkpoints from which the run may continue, oldest first; none for a new run.
 
-    ``resume`` is what ``--resume`` asks for; ``mine`` the lock that this process holds, if it holds one.
+    ``mine`` is the owner of the lock that this process holds, if any.
 
     Raises:
-        InputError: a run of this name is there already and was not asked for, or there is none to resume; or
-            another process of this machine is writing there.
+        InputError: the folder holds a run although ``resume`` is "no"; there is no run to resume; or another
+            process of this machine holds the folder's lock.
     """
     folder = config.run_folder
     check_not_held(folder, mine)
@@ -104,13 +99,13 @@ def checkpoints_to_resume(config: Config, resume: Resume, *, mine: Owner | None 
 
 
 def check_writable(folder: Path, *, key: str = "run.folder", probe: bool = False) -> None:
-    """Raise ``InputError`` if a folder, which ``key`` names, could not be made or written.
+    """Raise ``InputError`` if a folder cannot be created or written; ``key`` is its config key, for messages.
 
-    ``probe`` writes a file to find out, and removes it. A rank must not: the others may look at the folder.
+    With ``probe``, write a temporary file to check. Ranks must not do this: others may be reading the folder.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not there.is_dir():
-        raise InputError(f"{key}: {folder} cannot be made: {there} is a file")
+        raise InputError(f"{key}: {folder} cannot be created: {there} is a file")
     if not os.access(there, os.W_OK | os.X_OK):
         raise InputError(f"{key}: {folder} cannot be written: {there} is read-only for this user")
     if not probe:
@@ -120,13 +115,12 @@ def check_writable(folder: Path, *, key: str = "run.folder", probe: bool = False
             file.write(b"\0")
     except OSError as error:
         raise InputError(
-            f"{key}: {folder} cannot be written: no file can be made in {there}: {error.strerror}"
+            f"{key}: {folder} cannot be written: creating a file in {there} failed: {error.strerror}"
         ) from None
 
 
 def put_aside(damaged: Path) -> Path:
-    """Take the name of a checkpoint from one that cannot be read, for the one that will be written in its
-    place; returns its new name."""
+    """Rename an unreadable checkpoint, so that its name is free for a new one, and return its new path."""
     aside = damaged.with_suffix(".damaged")
     if aside.exists():
         shutil.rmtree(aside)
@@ -134,6 +128,6 @@ def put_aside(damaged: Path) -> Path:
 
 
 def write_config(config: Config) -> None:
-    """Write ``config.toml``."""
+    """Write ``config.toml`` into the run folder."""
     config.run_folder.mkdir(parents=True, exist_ok=True)
     save_config(config, config.run_folder / "config.toml")

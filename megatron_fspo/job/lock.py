@@ -1,10 +1,10 @@
-"""One job writes into the folder of a run: the one whose lock file is there.
+"""The lock of a run folder: only the job that owns the lock file writes there.
 
-``flock`` is unreliable on some network file systems. This lock is a file that only one process can make
-(``O_EXCL``); it names its owner, who refreshes its time while it lives. An owner is gone when it was a
-process of this machine (this boot, these process numbers) that has ended; or when it is elsewhere, and has
-not refreshed the file for :data:`STALE_SECONDS` on the file system's own clock. Then the lock is taken over,
-and a line says so. An owner that stood still for so long finds that out, and stops.
+``flock`` is unreliable on some network file systems. This lock is a file that only one process can create
+(``O_EXCL``). It names its owner, which refreshes the file's time stamp. An owner is gone if it was a process
+of this machine (same boot and PID namespace) that has ended, or if it is elsewhere and has not refreshed the
+file for :data:`STALE_SECONDS` on the file system's clock. Then the next job takes the lock over and logs it.
+An owner that was suspended for so long notices that it lost the lock, and stops.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from megatron_fspo.errors import InputError, TrainingError
 
 LOCK = "job.lock"
-"""The file, in the folder of the run."""
+"""Name of the lock file in the run folder."""
 REFRESH_SECONDS = 10.0
 STALE_SECONDS = 120.0
 POLL_SECONDS = 1.0
@@ -32,20 +32,20 @@ POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a lock, as its file says."""
+    """The owner of a lock, as written in its file."""
 
     nonce: str
-    """Name of this lock and no other."""
+    """Unique name of this lock."""
     host: str
     process: int
     started: str
-    """When the process began, as the kernel counts; a later process of the same number has another."""
+    """Start time of the process from ``/proc``, to recognise another process with the same id."""
     machine: str
-    """The boot and the table of processes in which the number means this process; "" where it is unknown."""
+    """Boot id and PID namespace, in which ``process`` is valid; "" if unknown."""
     job: str
-    """The name of the job for the scheduler or torchrun; may be empty."""
+    """Id of the job in Slurm or torchrun; may be empty."""
     since: str
-    """Local time, for people."""
+    """Local time, for messages."""
 
     def __str__(self) -> str:
         job = f", job {self.job}" if self.job else ""
@@ -64,36 +64,34 @@ class Owner:
         )
 
     def lives(self) -> bool | None:
-        """Return whether the process is there; None where that cannot be seen from here."""
+        """Return whether the process is running; None if this process cannot tell."""
         if not self.machine or self.machine != _machine():
             return None
         try:
             os.kill(self.process, 0)
         except ProcessLookupError:
             return False
-        except PermissionError:  # somebody else's, and perhaps hidden from us
+        except PermissionError:  # another user's process, perhaps hidden from us
             return None
         return _started(self.process) == self.started
 
 
 class FolderThread:
-    """Calls functions that write into the folder of a run, one after the other, every
-    :data:`REFRESH_SECONDS`.
+    """A thread that calls functions which write into the run folder, every :data:`REFRESH_SECONDS`.
 
-    It is not the thread of :mod:`~megatron_fspo.job.control`: a file server may stand still for minutes,
-    and the ranks would take one that waits for it for dead. ``first`` is how much of the interval to wait
-    before the first time.
+    It is separate from the heartbeat's thread, since a file server may hang for minutes and the other ranks
+    would then report this one as silent. ``first``: the first pause as a fraction of the interval.
     """
 
     def __init__(self, *writes: Callable[[], object], first: float = 1.0) -> None:
         self.writes = [*writes]
         self._closed = threading.Event()
-        # A daemon: a file server that does not answer holds nobody up at the end.
+        # A daemon, so that a hanging file server does not block the exit.
         self._thread = threading.Thread(target=self._main, args=(first,), name="run folder", daemon=True)
         self._thread.start()
 
     def close(self, seconds: float | None = None) -> bool:
-        """Stop, and wait for the function under way, at most so long; returns whether it has ended."""
+        """Stop, wait at most ``seconds`` for the running function, and return whether the thread ended."""
         self._closed.set()
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -107,15 +105,15 @@ class FolderThread:
 
 
 class FolderLock:
-    """The lock of one folder, held by this process from the call to :meth:`release`.
+    """The lock of a run folder, held by this process from construction until :meth:`release`.
 
     Args:
-        folder: of the run; is made if it is not there.
-        pause: is called between two looks at another's lock; may raise, to end the wait.
-        say: takes a line for the console; by default it goes to stderr.
+        folder: the run folder; created if missing.
+        pause: called between two polls of another owner's lock; may raise to end the wait.
+        say: prints a line; the default prints to stderr.
 
     Raises:
-        InputError: another process lives and holds it, or the folder cannot be written.
+        InputError: a live process holds the lock, or the folder cannot be written.
     """
 
     def __init__(
@@ -139,16 +137,12 @@ class FolderLock:
         self.thread = FolderThread(self._refresh)
 
     def check(self) -> None:
-        """Do nothing while the folder is this job's.
-
-        Raises:
-            TrainingError: another job took the lock over, or the file is gone.
-        """
+        """Raise ``TrainingError`` if another job took over the lock, or the file was removed."""
         if self._problem is not None:
             raise TrainingError(self._problem)
 
     def release(self) -> None:
-        """Give the folder free. If nothing else was written into it, and it was made for this, it goes."""
+        """Release the lock. Folders that were created for it and are still empty are removed."""
         self.thread.close()
         with suppress(OSError):
             if read_owner(self._path.parent) == self.owner:
@@ -159,7 +153,7 @@ class FolderLock:
         while not _make(self._path, self.owner):
             try:
                 before = read_owner(self._path.parent)
-            except FileNotFoundError:  # given free just now
+            except FileNotFoundError:  # just released
                 continue
             _wait_until_gone(self._path, before, pause, say)
             if _set_aside(self._path, before):
@@ -171,13 +165,13 @@ class FolderLock:
         try:
             owner = read_owner(self._path.parent)
             if owner == self.owner:
-                os.utime(self._path)  # without a time: that of the file server
+                os.utime(self._path)  # no explicit time, so that the file server sets its own
             else:
-                self._problem = f"{self._path}: the folder of this run was taken over by {_named(owner)}"
+                self._problem = f"{self._path}: this run's folder was taken over by {_named(owner)}"
         except FileNotFoundError:
-            self._problem = f"{self._path} is gone: was the folder of this run removed?"
+            self._problem = f"{self._path} is gone: was the run folder removed?"
         except OSError:
-            pass  # a file server that does not answer now may answer later
+            pass  # the file server may recover
 
     def _remove_made(self) -> None:
         for path in self._made:
@@ -186,8 +180,7 @@ class FolderLock:
 
 
 def check_not_held(folder: Path, mine: Owner | None = None) -> None:
-    """Raise ``InputError`` if a process that lives on this machine holds the lock, other than
-    ``mine``."""
+    """Raise ``InputError`` if a live process of this machine, other than ``mine``, holds the lock."""
     try:
         owner = read_owner(folder)
     except OSError:
@@ -197,11 +190,8 @@ def check_not_held(folder: Path, mine: Owner | None = None) -> None:
 
 
 def read_owner(folder: Path, name: str = LOCK) -> Owner | None:
-    """The owner that the lock file of ``folder`` names; None while nothing is in it that can be read.
-
-    Raises:
-        FileNotFoundError: there is no lock.
-    """
+    """Read the owner from the lock file of ``folder``; None if its content is not valid (yet). Raises
+    ``FileNotFoundError`` if there is no lock."""
     try:
         return Owner(**json.loads((folder / name).read_text(encoding="utf-8")))
     except (ValueError, TypeError):
@@ -209,7 +199,7 @@ def read_owner(folder: Path, name: str = LOCK) -> Owner | None:
 
 
 def _make(path: Path, owner: Owner) -> bool:
-    """Try to make the file; only one of all who try at the same time succeeds."""
+    """Try to create the file and return whether this process did; of concurrent callers only one succeeds."""
     try:
         file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
@@ -227,7 +217,7 @@ def _make(path: Path, owner: Owner) -> bool:
 def _wait_until_gone(
     path: Path, owner: Owner | None, pause: Callable[[], object], say: Callable[[str], object]
 ) -> None:
-    """Return when the owner is gone; raise when it lives."""
+    """Return once the owner is known to be gone; raise ``InputError`` if it lives."""
     lives = owner.lives() if owner is not None else None
     if lives:
         raise _held(path, owner)
@@ -236,7 +226,7 @@ def _wait_until_gone(
     began, first = time.monotonic(), refreshed(path)
     age = now_there(path.parent) - first
     if age < STALE_SECONDS:
-        say(f"{path} is held by {_named(owner)}: looking for {STALE_SECONDS - age:.0f} s whether it lives")
+        say(f"{path} is held by {_named(owner)}: checking for {STALE_SECONDS - age:.0f} s whether it lives")
     while age + time.monotonic() - began < STALE_SECONDS:
         pause()
         time.sleep(POLL_SECONDS)
@@ -245,13 +235,13 @@ def _wait_until_gone(
 
 
 def _set_aside(path: Path, owner: Owner | None) -> bool:
-    """Remove the lock of an owner that is gone; False if somebody else was faster."""
+    """Remove the lock of an owner that is gone; return False if another process was faster."""
     aside = path.with_name(f"{LOCK}.{secrets.token_hex(4)}")
     try:
         path.rename(aside)
     except FileNotFoundError:
         return False
-    if read_owner(aside.parent, aside.name) != owner:  # it is the lock of who was faster
+    if read_owner(aside.parent, aside.name) != owner:  # the new lock of the faster process
         aside.rename(path)
         return False
     aside.unlink()
@@ -269,11 +259,11 @@ def _named(owner: Owner | None) -> str:
 
 
 def refreshed(path: Path) -> float:
-    """The time of the last refresh on the file system's clock; infinite once the file is gone."""
+    """The time of the last refresh on the file system's clock; infinite if the file is gone."""
     try:
-        with path.open("rb") as file:  # opened first: then a network file system asks its server
+        with path.open("rb") as file:  # opening makes a network file system ask its server
             return os.fstat(file.fileno()).st_mtime
-    except FileNotFoundError:  # given free just now: that is a change, too
+    except FileNotFoundError:  # just released, which counts as a change
         return float("inf")
 
 
@@ -297,11 +287,11 @@ def _machine() -> str:
 
 
 def _started(process: int) -> str | None:
-    """The start time of a process of this machine; None if there is none, or only its remains."""
+    """The start time of a process of this machine; None if there is none, or it is a zombie."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    # The name of the program, in parentheses, may have any characters in it.
+    # The program's name, in parentheses, may contain any characters.
     state, *fields = text.rpartition(")")[2].split()
     return None if state in "ZX" else fields[18]

@@ -1,12 +1,11 @@
-"""A file says to who looks from outside what a rank does: ``ranks/00007.json`` in the folder of the run.
+"""Status files of ranks, ``ranks/00007.json`` in the run folder, which ``megatron-fspo status`` reads.
 
-A thread of each rank writes its file again every :data:`~megatron_fspo.job.lock.REFRESH_SECONDS`, also while
-the main thread is in a collective. The age of the file tells whether the process lives; ``progress`` in it,
-when the main thread last came further. ``megatron-fspo status`` reads them.
+A thread of each rank rewrites its file every :data:`~megatron_fspo.job.lock.REFRESH_SECONDS`, also while the
+main thread is in a collective. The file's age shows whether the process lives; its ``progress`` shows when
+the main thread last made progress.
 
-A file that cannot be written does not end the run. It costs 300 bytes, made and renamed: three operations of
-the file server. 512 ranks make 150 in a second, spread over the interval, where a metadata server takes tens
-of thousands.
+Write errors do not end the run. Each write is 300 bytes and three operations of the file server: 150
+operations per second for 512 ranks, where a metadata server handles tens of thousands.
 """
 
 from __future__ import annotations
@@ -21,43 +20,43 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RANKS = "ranks"
-"""The folder, in that of the run."""
+"""Folder of the status files in the run folder."""
 ENDED, FAILED = "ended", "failed"
 """Phases of a rank that has left the job."""
 _LISTED = 5
-"""Ranges that a message lists at most."""
+"""Maximum number of ranges in a message."""
 
 
 class Activity:
-    """The main thread's note of what it does; the thread of the status file reads it."""
+    """What the main thread does; read by the thread that writes the status file."""
 
     def __init__(self) -> None:
         self.step = 0
-        """Under way; 0 before the first."""
+        """The current step; 0 before the first."""
         self.phase = "between phases"
         self.progress = time.time()
-        """When it last came further."""
+        """When the main thread last made progress, in seconds since 1970."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """The content of the file of a rank."""
+    """The content of a rank's status file."""
 
     rank: int
     size: int
-    """Ranks of the job."""
+    """Number of ranks of the job."""
     job: str
-    """The nonce of the lock under which it writes."""
+    """The nonce of the run folder's lock, held by this job."""
     host: str
     process: int
     local_rank: int
     step: int
-    """Under way; 0 before the first."""
+    """The current step; 0 before the first."""
     phase: str
     waits: str
-    """The thing it waits for, outside of collectives; "" while it works."""
+    """What it waits for, outside of collectives; "" while it works."""
     progress: float
-    """When the main thread last came further, in seconds since 1970 on the rank's clock."""
+    """When the main thread last made progress, in seconds since 1970 on the rank's clock."""
     written: float
     """When the file was written, on the same clock."""
 
@@ -65,9 +64,9 @@ class RankStatus:
 def status_writer(
     folder: Path, job: str, activity: Activity, waits: Callable[[], str], *, rank: int, size: int
 ) -> Callable[[], None]:
-    """Return a function that writes the file of this rank; the first rank removes what a larger job left.
+    """Return a function that writes this rank's file. The first rank removes files left by a larger job.
 
-    ``job`` is the nonce of the lock of the run's folder; ``waits`` says what the main thread waits for.
+    ``job`` is the nonce of the run folder's lock; ``waits`` returns what the main thread waits for.
     """
     if rank == 0:
         for path in (folder / RANKS).glob("*"):
@@ -81,7 +80,7 @@ def status_writer(
         doing = {"step": activity.step, "phase": activity.phase, "waits": waits()}
         times = {"progress": activity.progress, "written": time.time()}
         partial = path.with_suffix(".partial")
-        with suppress(OSError):  # a full disk: what has to be written says so
+        with suppress(OSError):  # a full disk is reported by more important writes
             path.parent.mkdir(exist_ok=True)
             partial.write_text(json.dumps(fixed | doing | times), encoding="utf-8")
             partial.rename(path)
@@ -90,27 +89,27 @@ def status_writer(
 
 
 def status_file(folder: Path, rank: int) -> Path:
-    """The file of a rank, in the folder of the run."""
+    """The path of a rank's status file; ``folder`` is the run folder."""
     return folder / RANKS / f"{rank:05d}.json"
 
 
 def read_status(path: Path) -> tuple[RankStatus, float] | None:
-    """The content of a rank's file, and when it was written on the file system's clock; None if there is no
-    file that can be read."""
+    """The content of a status file and its time stamp on the file system's clock; None if it is not readable
+    or valid."""
     try:
-        with path.open("rb") as file:  # opened first: then a network file system asks its server
+        with path.open("rb") as file:  # opening makes a network file system ask its server
             return RankStatus(**json.loads(file.read())), os.fstat(file.fileno()).st_mtime
     except (OSError, ValueError, TypeError):
         return None
 
 
 def named_ranks(numbers: Sequence[int]) -> str:
-    """``rank 3`` or ``ranks 0-3, 8``."""
+    """Format rank numbers: ``rank 3`` or ``ranks 0-3, 8``."""
     return f"rank{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """``0-3, 8`` of ascending numbers."""
+    """Format ascending numbers as ranges: ``0-3, 8``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:

@@ -1,4 +1,4 @@
-"""Parts of a client over HTTP: an event loop in a thread, httpx's client, attempts that are repeated."""
+"""Building blocks of HTTP clients: an event loop in a thread, an httpx client, and retries."""
 
 from __future__ import annotations
 
@@ -15,25 +15,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# A generator of its own: the global one belongs to the run, whose numbers repeat.
+# Not the global generator: its numbers must be reproducible in a run.
 _jitter = random.Random()
 
 
 class TryAgain(Exception):
-    """An attempt failed in a way that may pass."""
+    """An attempt failed with an error that may be temporary."""
 
 
 async def attempted(
     attempt: Callable[[], Awaitable[T]], attempts: int, *, first_wait: float, longest_wait: float
 ) -> T:
-    """Await ``attempt()`` until it does not raise :class:`TryAgain`, ``attempts`` times at most.
-
-    The wait before the second attempt is ``first_wait`` seconds, give or take half of it; it doubles from
-    there up to ``longest_wait``.
-
-    Raises:
-        TryAgain: that of the last attempt.
-    """
+    """Await ``attempt()`` until it does not raise :class:`TryAgain`; the last of ``attempts`` may. Waits
+    ``first_wait`` seconds ±50% before the second, then twice as long each time, up to ``longest_wait``."""
     for number in range(attempts - 1):
         try:
             return await attempt()
@@ -43,49 +37,49 @@ async def attempted(
 
 
 def http_client() -> httpx.AsyncClient:
-    """A client for the machines of one cluster; whoever made it closes it."""
-    import httpx  # worker processes of rewards import this module, and must start fast
+    """A client for the machines of one cluster; the caller closes it."""
+    import httpx  # imported here so that reward workers, which import this module, start fast
 
     return httpx.AsyncClient(
-        # Callers limit what is open. No connection is kept for later: httpx looks at each idle one before
-        # every request (7 times the time at 64 open requests), and a server may just be closing it.
+        # Callers limit concurrency. No keep-alive: httpx checks each idle connection before every request
+        # (7 times slower at 64 open requests), and the server may be closing it at that moment.
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-        # No proxies for the cluster's own machines, and no keys from a ~/.netrc.
+        # No proxies for machines of the cluster, and no credentials from ~/.netrc.
         trust_env=False,
     )
 
 
 class Loop:
-    """An asyncio loop in a thread of its own, for callers that are not asynchronous.
+    """An asyncio loop in a separate thread, for synchronous callers.
 
     Example::
 
         with Loop("rollout") as loop:
             answer = loop.run(server.get("weight_info"))
 
-    What was cancelled has ``grace_seconds`` to clean up.
+    Cancelled coroutines have ``grace_seconds`` to clean up.
     """
 
     def __init__(self, name: str, *, grace_seconds: float = 10.0) -> None:
         self._grace_seconds = grace_seconds
         self._loop = asyncio.new_event_loop()
-        # A daemon, because Python waits for the others before it calls what atexit holds.
+        # A daemon, because Python joins other threads before it calls the atexit handlers.
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Wait for the coroutine's result, or its error.
+        """Run a coroutine and return its result, or raise its exception.
 
         An interrupt of the caller (Ctrl-C, a signal handler that raises) cancels the coroutine, waits at most
-        ``grace_seconds`` until it has cleaned up, and goes on as that interrupt.
+        ``grace_seconds`` for its cleanup, and is raised again.
 
         Raises:
-            RuntimeError: the loop is closed, or this is its own thread.
+            RuntimeError: the loop is closed, or called from its own thread.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
-            raise RuntimeError("a coroutine waits for its own loop")
+            raise RuntimeError("Loop.run() called from the loop's own thread would wait for itself forever")
         result = self.submit(coroutine)
         try:
             return result.result()
@@ -95,22 +89,18 @@ class Loop:
             raise
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start the coroutine and do not wait for it.
-
-        Raises:
-            RuntimeError: the loop is closed.
-        """
+        """Start a coroutine without waiting for it. Raises ``RuntimeError`` if the loop is closed."""
         if not self._thread.is_alive():
             coroutine.close()
-            raise RuntimeError("a closed loop")
+            raise RuntimeError("the loop is closed")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def cancel(self) -> None:
-        """Cancel what is running, and wait until it has cleaned up."""
+        """Cancel all running coroutines and wait for their cleanup."""
         self.run(_cancel_all())
 
     def close(self) -> None:
-        """Cancel what is running and end the thread. A second call does nothing."""
+        """Cancel all running coroutines and end the thread. Further calls do nothing."""
         atexit.unregister(self.close)
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)

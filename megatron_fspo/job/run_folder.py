@@ -1,4 +1,4 @@
-"""A job holds the folder of its run: all ranks have the same run in hand, and write there what they do."""
+"""The run folder while a job holds it: consistency checks, lock, and status files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megatron_fspo.parallel.control import Control
 
 
 class RunFolder:
-    """The folder of a run, held by this job, whose ``lock`` is on the first rank, and its nonce on all.
+    """A run folder held by this job. Only the first rank has the ``lock``; all ranks have its nonce, ``job``.
 
-    ``checkpoints`` are those that the run may go on from, oldest first, as the first rank saw them.
+    ``checkpoints`` are those from which the run may continue, oldest first, as listed by the first rank.
     """
 
     def __init__(
@@ -31,16 +31,12 @@ class RunFolder:
         self._thread: FolderThread | None = None
 
     def check(self) -> None:
-        """Do nothing while the folder is this job's.
-
-        Raises:
-            TrainingError: another job took it over, or it was removed.
-        """
+        """Raise ``TrainingError`` if another job took over the folder, or it was removed."""
         if self._lock is not None:
             self._lock.check()
 
     def report(self, activity: Activity) -> None:
-        """Keep the file of this rank up to date from here on, with what its main thread does."""
+        """Start to keep this rank's status file up to date with ``activity``."""
         rank, size = dist.get_rank(), dist.get_world_size()
         self._activity = activity
         self._write = status_writer(
@@ -50,11 +46,11 @@ class RunFolder:
         if self._lock is not None:
             self._thread = self._lock.thread
             self._thread.writes.append(self._write)
-        else:  # ranks that started together do not come to the file server together
+        else:  # first pauses differ, to spread the load of the file server
             self._thread = FolderThread(self._write, first=1 - rank % 16 / 32)
 
     def close(self, phase: str) -> None:
-        """Leave the phase as the last word in the file of this rank, if it has one."""
+        """Write ``phase`` as the final one into this rank's status file, if :meth:`report` was called."""
         if self._thread is not None and self._thread.close(REFRESH_SECONDS):
             self._activity.phase = phase
             self._write()
@@ -62,22 +58,22 @@ class RunFolder:
 
 @contextmanager
 def hold_run_folder(config: Config, control: Control, resume: Resume) -> Iterator[RunFolder]:
-    """Hold the folder of the run for this job. Collective.
+    """Lock the run folder for this job, for the duration of the context. Collective.
 
     Raises:
-        InputError: ranks differ, or do not see one folder; another job writes there; or as
+        InputError: ranks differ, or do not share the folder; another job holds it; or as
             :func:`~megatron_fspo.job.folder.checkpoints_to_resume`.
     """
     prove_same(config, resume=resume)
     path, lock = config.run_folder, None
     if dist.get_rank() == 0:
-        with control.waiting("the lock of the folder of the run") as wait:
+        with control.waiting("the lock of the run folder") as wait:
             lock = FolderLock(path, pause=wait.check)
     try:
         if lock is None:
-            nonce, names = json.loads(control.hear("the folder of the run to be locked"))
+            nonce, names = json.loads(control.hear("the run folder to be locked"))
         else:
-            # Looked at again: before it was locked, another job may have been at work.
+            # Listed again, because another job may have written checkpoints before the lock was taken.
             names = [path.name for path in checkpoints_to_resume(config, resume, mine=lock.owner)]
             nonce = lock.owner.nonce
             control.tell(json.dumps([nonce, names]))

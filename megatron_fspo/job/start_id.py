@@ -1,10 +1,9 @@
-"""An id for the ranks that were started together, under which they keep their keys in the job's store.
+"""An id for ranks that were started together, used as a prefix of their keys in the job's store.
 
-torchrun starts ranks anew after a failure, and keeps the store in which those before them have left failures,
-counters and addresses. The number of the restart is no id: an agent whose own ranks had not failed does not
-count it. So the first rank draws one, and gives it to every rank whose token it sees; a token is drawn at
-a rank's start, so what an earlier rank left is not answered for long. No two starts overlap: torchrun has
-ended all ranks of one before it begins the next.
+torchrun restarts ranks after a failure but keeps the store, with failures, counters and addresses of the
+previous ranks. Its restart count is not a valid id: agents whose own ranks did not fail do not increase it.
+So the first rank draws an id and answers the random token that each rank posts at its start. Starts never
+overlap, because torchrun ends all ranks before it starts new ones.
 """
 
 from __future__ import annotations
@@ -20,21 +19,18 @@ from megatron_fspo.job.control import read_keys, shortened
 
 PREFIX = "megatron_fspo/start"
 SAY_AFTER = 60.0
-"""Seconds, after which the first rank says who is missing."""
+"""Seconds after which the first rank prints which ranks are missing."""
 _POLL_SECONDS = 0.02
 
 
 def agree_on_start_id(store: Store, rank: int, size: int, *, seconds: float) -> str:
-    """Return the id of this start, the same on all of its ranks and never used before, when all are there.
-
-    Raises:
-        TrainingError: ranks did not come within these seconds; the first rank names them.
-    """
+    """Wait for all ranks and return the id of this start: the same on all ranks, and never used before.
+    Raises ``TrainingError`` if not all arrive within ``seconds``; the first rank names the missing ones."""
     return _give(store, size, seconds) if rank == 0 else _take(store, rank, seconds)
 
 
 def _give(store: Store, size: int, seconds: float) -> str:
-    """Answer every new token, until all ranks say that they have the id."""
+    """On the first rank, answer each new token with a new id until all ranks confirm that they have it."""
     start_id, began, said = secrets.token_hex(8), time.monotonic(), False
     others = range(1, size)
     tokens = {rank: f"{PREFIX}/token/{rank}" for rank in others}
@@ -49,7 +45,7 @@ def _give(store: Store, size: int, seconds: float) -> str:
                 [f"rank {rank}" for rank in others if not store.check([_came(start_id, rank)])]
             )
             if waited > seconds:
-                raise TrainingError(f"waited {seconds:g} s for the ranks to start; not there: {missing}")
+                raise TrainingError(f"waited {seconds:g} s for the ranks to start; missing: {missing}")
             said = True
             print(f"megatron-fspo: rank 0 waits for the start of {missing}", file=sys.stderr, flush=True)
         time.sleep(_POLL_SECONDS)
@@ -65,7 +61,7 @@ def _take(store: Store, rank: int, seconds: float) -> str:
             store.set(_came(start_id, rank), "1")
             return start_id
         time.sleep(_POLL_SECONDS)
-    raise TrainingError(f"waited {seconds:g} s for the ranks to start; not there: rank 0")
+    raise TrainingError(f"waited {seconds:g} s for the ranks to start; missing: rank 0")
 
 
 def _came(start_id: str, rank: int) -> str:

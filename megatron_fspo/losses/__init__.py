@@ -1,8 +1,8 @@
-"""The policy losses: keys, gradient weights, definition and moving parts of each, in one file.
+"""The policy losses, each in one file: configuration keys, gradient weights, definition, moving limits.
 
-To add one, write a class like those here: its section of the configuration, its weights and definition, and
-in ``VERIFIED`` settings that ``verify`` is to check. Then name it in ``AnyLoss``: configuration, trainer,
-``verify``, ``explain``, ``sweep``, the report and docs/config.md find it here.
+To add a loss, write a subclass of :class:`Loss` with its keys, weights, ``definition`` and the settings that
+``verify`` checks (``VERIFIED``), and add it to ``AnyLoss``. Configuration, trainer, ``verify``, ``explain``,
+``sweep``, the report and docs/config.md then include it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ AnyLoss = (
     | PNPOLoss
 )
 PolicyLossConfig = Annotated[AnyLoss, Field(discriminator="name")]
-"""The ``loss`` section of the configuration: one of them, by ``name``."""
+"""The ``loss`` section of the configuration: one of the losses, selected by ``name``."""
 
 
 def loss_sections() -> tuple[type[AnyLoss], ...]:
-    """The sections of all losses."""
+    """Return the classes of all losses."""
     return get_args(AnyLoss)

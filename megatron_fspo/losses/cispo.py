@@ -1,4 +1,4 @@
-"""CISPO: every token keeps its gradient, with an importance weight that is cut off."""
+"""CISPO: every token keeps its gradient, with a clipped importance weight."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class CISPOLoss(Loss):
     """CISPO (MiniMax-M1, 2506.13585): weigh each token's gradient by its clipped ratio. The paper does not
     give its upper limit; the default is ours.
 
-    `J_t = sg(clip(r)) A log pi`, so clipped tokens keep a gradient; mean over tokens. The paper has no
-    lower limit.
+    `J_t = sg(clip(r)) A log pi`, so clipped tokens keep a gradient; mean over tokens. In the paper there is
+    no lower limit.
     """
 
     VERIFIED: ClassVar = {"cispo": {"eps_low": 0.05, "eps_high": 0.04}}
@@ -30,7 +30,7 @@ class CISPOLoss(Loss):
     eps_high: PositiveFloat = Field(0.28, description="weight <= 1 + eps_high")
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """weight_t = clip(r_t, 1 - eps_low, 1 + eps_high)·A; clip flags say that a weight was cut off."""
+        """weight_t = clip(r_t, 1 − eps_low, 1 + eps_high)·A; the clip flags mark clipped weights."""
         log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
         advantages = per_token(inputs.advantages, inputs).to(log_ratio.dtype)
         lowest = -math.inf if self.eps_low is None else math.log1p(-self.eps_low)
@@ -49,7 +49,7 @@ class CISPOLoss(Loss):
         held = ratio.clamp(None if self.eps_low is None else 1 - self.eps_low, 1 + self.eps_high).detach()
         outside = (held != ratio.detach()).double()
         return Definition(
-            # log pi less a constant, so that the value is held * A
+            # log pi up to a constant, so that the value is held * A
             objective=held * advantage * (1 + log_ratio - log_ratio.detach()),
             mean="token",
             clipped=outside.mean().item() if advantage else 0.0,

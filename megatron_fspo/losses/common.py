@@ -1,4 +1,4 @@
-"""The base of all policy losses: common keys, answers to trainer, ``verify`` and lab, and state in a run."""
+"""Base classes of the policy losses: keys, the interface to trainer, ``verify`` and lab, and run state."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from megatron_fspo.objective.policy_objective import LossInputs, LossTerms
 
 
 class Loss(Section):
-    """The base of all policy losses. One needs its weights (``__call__``, or an ``objective`` of a form that
-    others have too) and its ``definition``; to be compared, also ``band``, ``prefix_band`` or
-    ``token_reach``, ``LIMITS`` and ``scaled``. The rest is for limits that move during a run."""
+    """Base class of the policy losses; its fields are keys of the ``loss`` section. A loss needs gradient
+    weights (``__call__``, or an ``objective`` shared with other losses) and a ``definition``. For ``explain``
+    it also needs ``LIMITS``, ``scaled``, and ``band``, ``prefix_band`` or ``token_reach``. The other methods
+    are for limits that move during a run."""
 
     VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Name → keys of what ``verify`` checks: limits that some of its small batch lies outside of."""
+    """Name → keys of the cases that ``verify`` checks, with limits that clip some of its small batch."""
     DECIDES_BY_RATIOS: ClassVar[bool] = True
-    """Clips follow from log-ratios alone. ``verify`` gives those exactly, in every precision; where π
-    itself decides, bf16 may round it to the other side of a limit, and the loss is left out there."""
+    """Clips depend on log-ratios alone, which ``verify`` supplies exactly in every precision. Where they
+    depend on π, rounding may flip them, so ``verify`` skips the loss in bf16."""
     COLLECTIVES: ClassVar[int] = 2
-    """Over context-parallel ranks in a micro-batch, at most."""
+    """Most collectives per micro-batch over context-parallel ranks."""
     CLIPS: ClassVar[bool] = True
     """False for a loss without limits."""
     COMPARED: ClassVar[bool] = True
-    """False for a loss with limits that ``explain`` leaves out, as its decisions are those of another."""
+    """False for a loss that ``explain`` leaves out because its decisions equal another's."""
     LIMITS: ClassVar[tuple[str, ...]] = ()
     """The keys that ``scaled`` changes, lower limit first."""
     RUN_KEYS: ClassVar[frozenset[str]] = frozenset()
-    """Keys of a loss with limits that say nothing of what is clipped in a given batch."""
+    """Keys that only have a meaning in a run; ``explain`` refuses them."""
 
     advantage: Literal["leave_one_out", "group_normalized"] = Field(
         "leave_one_out", description="leave_one_out: RLOO; group_normalized: GRPO's (reward - mean) / std"
@@ -53,170 +54,163 @@ class Loss(Section):
     )
 
     def objective(self) -> PolicyObjective:
-        """The gradient weights of the loss: its own, or those of a form that several losses have."""
+        """Return the gradient weights: the loss itself, or a form that several losses share."""
         return self
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """The weights, as ``PolicyObjective`` has them."""
+        """Return the gradient weights of a micro-batch; see ``PolicyObjective``."""
         raise NotImplementedError
 
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
-        """The loss of one response with log-ratios and log-probs [L], L > 0."""
+        """Return the loss of one response of L > 0 tokens from its log-ratios and log-probs [L]."""
         raise NotImplementedError
 
     def start(self, noise: Noise | None = None, *, longest: int, updates: int = 1) -> LossState:
-        """The loss at the start of a run: ``noise`` in S, where it was measured; the longest response, in
-        tokens; and off-policy optimizer steps of one rollout."""
+        """Return the loss at the start of a run: with measured ``noise`` in S, if any, the length of the
+        longest response in tokens, and the off-policy optimizer steps per rollout."""
         return LossState(self)
 
     def by_turn(self) -> bool:
-        """True if each turn of a trajectory has a ``definition`` of its own; J_i is their sum."""
+        """Return True if ``definition`` applies to each turn of a trajectory; J_i is the sum over turns."""
         return getattr(self.objective(), "unit", "trajectory") == "turn"
 
     def band(self) -> ClipBand | None:
-        """The limits on S; None for a loss that decides token by token, or weighs without a limit."""
+        """Return the limits on S, or None if the loss decides per token or has no limits."""
         return None
 
     def prefix_band(self) -> ClipBand | None:
-        """The limits on the sum S_t of the log-ratios up to token t, for a loss that decides by those."""
+        """Return the limits on the prefix sums S_t, for a loss that decides by them; otherwise None."""
         return None
 
     def token_reach(self, inputs: LossInputs) -> Tensor:
-        """[t] the factor by which ``LIMITS`` have to be scaled for a token to lie on their edge; of a loss
+        """Return the factor [t] by which to scale ``LIMITS`` so that a token lies on their edge; for a loss
         with ``LIMITS`` and no band."""
         raise NotImplementedError
 
     def limits(self) -> dict[str, float]:
-        """The values of ``LIMITS``."""
+        """Return the values of ``LIMITS``."""
         return {key: getattr(self, key) for key in self.LIMITS}
 
     def scaled(self, factor: float) -> Self:
-        """The loss with a fixed band so many times as wide, in nats; its two limits keep their ratio."""
+        """Return the loss with a fixed band ``factor`` times as wide in nats; its limits keep their ratio."""
         raise NotImplementedError
 
     def fitted(self, log_ratio_sums: Tensor, lengths: Tensor) -> Self:
-        """The loss with what is left to be measured of the form of its limits, from S [N] and L [N]."""
+        """Return the loss with the limits' parts that are to be measured fitted to S [N] and L [N]."""
         return self
 
     def widest(self) -> float:
-        """The largest factor for ``scaled``."""
+        """Return the largest factor for ``scaled``."""
         return math.inf
 
     def check(self, *, off_policy_updates: int, sampled: bool) -> None:
-        """Raise ``ValueError`` where the loss does not go with the rest of the configuration: optimizer steps
+        """Raise ``ValueError`` if the loss conflicts with the rest of the configuration: the optimizer steps
         per rollout that a band is measured from, and whether S starts from the sampler's log-probs."""
 
     def notes(self, *, steps: int, updates: int, off_policy_updates: int, warmup_updates: int) -> list[str]:
-        """Return notes for the user, before a run.
-
-        Args:
-            steps: of the run, each with one rollout.
-            updates: optimizer steps of each.
-            off_policy_updates: those of them that a band is measured from.
-            warmup_updates: optimizer steps of the learning rate's warm-up.
-        """
+        """Return notes for the user before a run of ``steps`` rollouts, each with ``updates`` optimizer
+        steps; a band is measured from ``off_policy_updates`` of them. ``warmup_updates``: the learning rate's
+        warm-up."""
         return []
 
     def noise_file(self) -> Path | None:
-        """The file of ``calibrate`` that a run reads before it starts."""
+        """Return the file of ``calibrate`` that a run reads before it starts, if any."""
         return None
 
     def check_noise(self, noise: Noise, lengths: Sequence[int], origin: str) -> None:
-        """Raise ``InputError`` where the band lies inside the noise in S, as measured, at one of these
-        response lengths, in tokens; ``origin`` is that of the noise, in words."""
+        """Raise ``InputError`` if the band lies inside the noise in S at one of these response lengths, in
+        tokens; ``origin`` describes the noise in the message."""
 
     def unmeasured(self) -> Self:
-        """The loss for a run that is to measure the noise."""
+        """Return the loss for a run that measures the noise, without keys that need a measurement."""
         return self
 
     def reported(self, last: Callable[[str], float]) -> Self | None:
-        """The loss with its band where a run has moved it; None where the run says nothing of it. ``last``
-        gives the run's last value of one of ``LossState.metrics``, NaN without any."""
+        """Return the loss with the band that a run last logged; None if it logged none. ``last`` returns the
+        run's last value of a metric of ``LossState.metrics``, or NaN."""
         return self
 
 
 class LossState:
-    """A loss during a run, its moving parts and all. This one has none; see ``Loss.start``."""
+    """The state of a loss during a run. This base class has none; see ``Loss.start``."""
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
 
     def objective(self, *, on_policy: bool = False) -> PolicyObjective:
-        """The gradient weights for the next optimizer step. ``on_policy``: no other update of this rollout
-        has moved the policy before; S is 0 and has no drift."""
+        """Return the gradient weights for the next optimizer step. ``on_policy``: no update on this rollout
+        has moved the policy yet, so S is 0 and has no drift."""
         return self._loss.objective()
 
     def observe(
         self, log_ratio_sums: Tensor, lengths: Tensor, *, kl_k3: float, sigma: float | None, warm: bool
     ) -> None:
-        """Learn from one off-policy mini-batch, over all ranks.
+        """Measure one off-policy mini-batch, gathered from all ranks.
 
         Args:
             log_ratio_sums: S [N].
             lengths: L [N].
             kl_k3: KL per token by the k3 estimator.
-            sigma: σ̂ of these sequences, if there were any.
-            warm: whether this rollout began after the learning rate's warm-up. Smaller steps make smaller
-                S: a width measured during the warm-up would be too narrow for the rest of the run.
+            sigma: σ̂ of these sequences; None if there are none.
+            warm: the rollout began after the learning rate's warm-up. Before, updates and S are small, and a
+                width measured from them would be too narrow for the rest of the run.
         """
 
     def calibrated(self) -> str | None:
-        """The measured band in words; None until it was measured."""
+        """Return a description of the measured band; None if none was measured yet."""
         return None
 
     def metrics(self) -> dict[str, float]:
-        """The band of off-policy updates as it stands."""
+        """Return the current band of off-policy updates as metrics."""
         return {}
 
     def noise_metrics(self, lengths: Tensor, out_of_band: float) -> dict[str, float]:
-        """Return the share of a step's off-policy sequences, of lengths L [N], that noise alone is expected
-        to put outside, given the share of them that is."""
+        """Return metrics of the share that noise alone is expected to put out of band, for a step's
+        off-policy sequences of L [N]; ``out_of_band`` is the measured share."""
         return {}
 
     def doubts(self, metrics: Mapping[str, float], *, warm: bool) -> dict[str, str]:
-        """Topic → problem with the width of the band, after one more step with these metrics, the loss's own
-        among them. ``warm`` as :meth:`observe` has it; the small S of a warm-up say nothing."""
+        """Return topic → warning about the width of the band, after one more step with these metrics, which
+        include the loss's own. ``warm``: see :meth:`observe`; a warm-up is not judged."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint, in JSON types."""
+        """Return the state for a checkpoint, as JSON types."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint; keys of the configuration win over it."""
+        """Continue from a checkpoint; keys of the configuration take precedence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Definition:
-    """A loss as one writes it down, for one response of L tokens; autograd runs through it.
-
-    It is what ``verify`` checks the gradient weights against, so it shares no code with them.
-    """
+    """A loss as its formula defines it, for one response of L tokens; differentiable by autograd. ``verify``
+    checks the gradient weights against it, so it shares no code with them."""
 
     objective: Tensor
     """J [1] of the sequence, or [L] of its tokens, with its graph."""
     mean: Literal["sequence", "token"] = "sequence"
-    """J is averaged over sequences, of which each is the mean of its values, or over all tokens alike."""
+    """How J is averaged: within each sequence, then over sequences; or over all tokens alike."""
     clipped: float
-    """1 or 0: the clip acts on the sequence, which has an advantage; token level: the share of its tokens."""
+    """1 or 0: a clip acts on the sequence, which has A ≠ 0. Token level: the share of its tokens."""
     out_of_band: bool
-    """S, or any token's log-ratio, lies outside the limits, whatever the sign of the advantage."""
+    """S, or the log-ratio of any token, is outside the limits, whatever the sign of A."""
 
 
 def pessimistic_minimum(
     log_ratio: Tensor, advantage: float, growth: Tensor, held: Tensor, limit: Tensor | None
 ) -> tuple[Tensor, float]:
-    """PPO's clipped objective and the share of values whose gradient it removes::
+    """Return PPO's clipped objective, and the share of values whose gradient it removes::
 
         J = min(growth·A, held·A)
-        J = max(J, limit·A)                  for A < 0, where there is a dual clip
+        J = max(J, limit·A)                  if A < 0 and there is a dual clip
 
     Args:
-        log_ratio: [k] with its graph; what ``growth`` and ``held`` are made of.
+        log_ratio: [k] with its graph; ``growth`` and ``held`` are computed from it.
         advantage: A.
         growth: [k], such as the importance ratio.
-        held: [k], the same of the clipped log-ratio.
-        limit: the largest ``growth`` that counts for A < 0; None without a dual clip.
+        held: [k], the same for the clipped log-ratio.
+        limit: largest ``growth`` that counts for A < 0; None: no dual clip.
     """
     objective = torch.minimum(growth * advantage, held * advantage)
     if advantage < 0 and limit is not None:

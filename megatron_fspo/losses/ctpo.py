@@ -1,4 +1,4 @@
-"""CTPO: FSPO's band for every prefix of a response."""
+"""CTPO: FSPO's band on every prefix of a response."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class CTPOLoss(Loss):
     """CTPO (2605.07331): clip each prefix's ratio to a band that grows as t^exponent. Defaults are those of
     the authors' code.
 
-    `J_t = min(e^S_t A, e^clip(S_t) A)`, with the gradient of token t alone; mean over tokens. The
-    authors' code also caps S_t at 10; here a ratio that overflows drops its response.
+    `J_t = min(e^S_t A, e^clip(S_t) A)`, with the gradient of token t alone; mean over tokens. The authors'
+    code also caps S_t at 10; here, a ratio that overflows drops its response.
     """
 
     VERIFIED: ClassVar = {"ctpo": {"c_low": 0.04, "c_high": 0.05}}
@@ -31,7 +31,7 @@ class CTPOLoss(Loss):
     c_high: Width = Field(0.05, description="upper edge: c_high * t^exponent, in nats")
     exponent: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="0.5 in the paper")
     c_dual: Width | None = Field(
-        0.05, description="limit of S_t for A < 0: c_dual * t^exponent; none: no limit"
+        0.05, description="upper limit of S_t for A < 0: c_dual * t^exponent; none: no limit"
     )
 
     def prefix_band(self) -> FSPOBand:
@@ -48,7 +48,6 @@ class CTPOLoss(Loss):
         return weigh_tokens(inputs, terms, "token-mean")
 
     def scaled(self, factor: float) -> Self:
-        """The loss with a band so many times as wide; its dual clip moves along."""
         c_dual = None if self.c_dual is None else factor * self.c_dual
         wider = {"c_low": factor * self.c_low, "c_high": factor * self.c_high, "c_dual": c_dual}
         return self.model_copy(update=wider)

@@ -1,4 +1,4 @@
-"""DPPO: a trust region on the probability of a token, and not on its ratio."""
+"""DPPO: a trust region on token probabilities instead of ratios."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_
 
 
 class DPPOTVLoss(Loss):
-    """DPPO-Binary-TV (2602.04879): drop tokens whose probability has moved by delta in the direction of A.
-    The cap is verl's; the default deltas are ours.
+    """DPPO-Binary-TV (2602.04879): drop tokens whose probability has moved by more than delta in the
+    direction of A. The cap is verl's; the default deltas are ours.
 
     `J_t = sg(min(r, cap)) A log pi`; mean over tokens.
     """
@@ -31,11 +31,11 @@ class DPPOTVLoss(Loss):
     cap: Annotated[float, Field(gt=1)] = Field(20.0, description="largest weight of a token")
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """weight_t = min(r_t, cap)·A, or 0 where π − π_old leaves [−delta_low, delta_high] the way of A."""
+        """weight_t = min(r_t, cap)·A, or 0 where π − π_old passes −delta_low or delta_high with A."""
         log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
         new = torch.where(inputs.mask, inputs.log_probs, 0.0)
         advantages = per_token(inputs.advantages, inputs).to(log_ratio.dtype)
-        # π − π_old = π_old·(r − 1): without the difference of two near numbers.
+        # π − π_old = π_old·(r − 1), without subtracting two nearly equal numbers.
         moved = (new - log_ratio).exp() * log_ratio.expm1()
         below, above = moved < -self.delta_low, moved > self.delta_high
         low, high = (advantages < 0) & below, (advantages > 0) & above
@@ -53,7 +53,7 @@ class DPPOTVLoss(Loss):
         inside = ~(above if advantage > 0 else below)
         weight = log_ratio.detach().exp().clamp(max=self.cap) * inside * advantage
         return Definition(
-            # log pi less a constant, so that the value is the weight
+            # log pi up to a constant, so that the value is the weight
             objective=weight * (1 + log_probs - log_probs.detach()),
             mean="token",
             clipped=(~inside).double().mean().item() if advantage else 0.0,

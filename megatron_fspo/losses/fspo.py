@@ -1,4 +1,4 @@
-"""FSPO: the importance ratio of the whole response, clipped to a band that grows as √L."""
+"""FSPO: one importance ratio per response, clipped to a band that grows as √L."""
 
 from __future__ import annotations
 
@@ -28,19 +28,21 @@ from megatron_fspo.objective.calibration import (
 from megatron_fspo.objective.noise import Noise
 
 WATCHED = 5
-"""Steps in a row, with one width of the band and after the warm-up, whose medians judge that width."""
+"""Number of consecutive steps, after the warm-up and with the same c, whose medians judge c."""
 C_OVER_SIGMA = (1.5, 3.0)
 CLIP_RATE = (0.01, 0.4)
-"""Within these limits a band is neither too wide nor too narrow; ours."""
+"""A band within both ranges is neither too wide nor too narrow; ours."""
 
 Width = Annotated[float, Field(gt=0, le=3)]  # a single token's ratio of e^3 = 20
 
 
 class FSPOLoss(Loss):
-    """FSPO (arXiv 2509.09177): clip S to a band that grows as L^exponent; mean over sequences.
+    """FSPO (arXiv 2509.09177): clip S to a band that grows as √L; mean over sequences.
 
-    `J = min(e^S A, e^clip(S) A)`, with clip to [-c_low w + d L, c_high w + d L]. w is L^exponent unless
-    `shape` changes it; d is the drift.
+    `J = min(e^S A, e^clip(S) A)`, where clip limits S to [-c_low w + d L, c_high w + d L]; w is L^exponent
+    unless `shape` changes it, and d is the drift. The paper's abstract has the √L band; S as a sum, the
+    minimum and two widths are second-hand; the dual clip, other exponents and shapes, `temper`, `calibrate`,
+    `noise` and the forms of the drift are ours.
     """
 
     VERIFIED: ClassVar = {
@@ -62,55 +64,55 @@ class FSPOLoss(Loss):
     name: Literal["fspo"] = "fspo"
     unit: Literal["trajectory", "turn"] = Field(
         "trajectory",
-        description="what is clipped as a whole: a response, or each turn (ours)",
+        description="what has one S and one clip decision: the whole response, or each turn (ours)",
     )
     c_low: Width = Field(DEFAULT_C, description="lower edge: -c_low * L^exponent + drift * L, in nats")
     c_high: Width = Field(DEFAULT_C, description="upper edge: c_high * L^exponent + drift * L, in nats")
     exponent: Annotated[float, Field(ge=0, le=1)] | Literal["measured"] = Field(
         0.5,
-        description="0.5 in the paper; measured: by `calibrate` with the width, within 0.5 and 1",
+        description="0.5 in the paper; measured: `calibrate` measures it with the width, from 0.5 to 1",
     )
     shape: Literal["power", "noise_signal"] = Field(
         "power",
-        description="how the band grows: L^exponent, or sqrt(L + L^2 / crossover)",
+        description="growth of the band. power: L^exponent; noise_signal: sqrt(L + L^2 / crossover)",
     )
     crossover: Annotated[float, Field(gt=0)] | Literal["measured"] = Field(
         "measured",
-        description="L* of noise_signal: length at which noise and the tokens' common shift are equal in "
-        "S; measured: by `calibrate`",
+        description="L* of noise_signal, in tokens: where noise and a shift common to all tokens are equal "
+        "in S; measured: `calibrate` measures it",
     )
     temper: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0,
-        description="b of the importance weight exp(S / L^b): 0 is FSPO; clip decisions do not change",
+        description="b of the importance weight exp(S / L^b); 0 is FSPO. Clip decisions do not depend on it",
     )
     calibrate: NonNegativeInt = Field(
         0,
-        description="after the warm-up, scale the band to 2 sigma of S / L^exponent until two windows of "
-        "this many off-policy mini-batches agree; keeps the ratios of the widths",
+        description="0: off. After the warm-up, set the mean of c_low and c_high to 2 sigma-hat of "
+        "S / L^exponent until two windows of this many off-policy mini-batches agree; keeps their ratio",
     )
     drift: Literal["none", "given", "measured", "k3", "half_variance"] = Field(
         "none",
-        description="centre of the band per token: `drift_value`; that of `noise` (needs "
-        "rollout.old_log_probs = sampled); or, from a rollout's first off-policy update on, "
-        "-KL (k3) or -sigma^2/2",
+        description="centre of the band per token. given: `drift_value`; measured: that of `noise`, needs "
+        "rollout.old_log_probs = sampled; k3, half_variance: -KL, -sigma^2/2, off-policy only",
     )
     drift_value: float = Field(0.0, description="nats per token, for drift = given")
     drift_cap: Annotated[float, Field(gt=0)] = Field(
         0.01,
-        description="largest absolute drift estimate per token; it never moves the band by more than its "
+        description="largest absolute estimate of the drift per token; the band never moves by more than its "
         "half width",
     )
     dual_clip: Literal["off", "length_fair", "constant"] = Field(
         "length_fair",
-        description="limit of S for A < 0: c_dual * L^exponent, or log(dual_clip_ratio)",
+        description="upper limit of S for A < 0. length_fair: c_dual * L^exponent + drift * L; constant: "
+        "log(dual_clip_ratio)",
     )
-    noise: Path | None = Field(None, description="noise file from `megatron-fspo calibrate`")
+    noise: Path | None = Field(None, description="file from `megatron-fspo calibrate`: the noise in S")
     max_noise_clip_rate: Share = Field(
         0.05,
-        description="refuse a run where `noise` alone puts a larger share of responses of any length outside",
+        description="refuse a run if `noise` alone puts a larger share of any length's responses out of band",
     )
     c_dual: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="at least c_high; default: 2 * c_high"
+        None, description="for dual_clip = length_fair; at least c_high; default: 2 * c_high"
     )
     dual_clip_ratio: Annotated[float, Field(gt=1)] = Field(3.0, description="for dual_clip = constant")
 
@@ -131,8 +133,8 @@ class FSPOLoss(Loss):
     def moved(
         self, *, c_low: float, c_high: float, drift: float | None = None, **shape: float | None
     ) -> FSPOLoss:
-        """The loss with its band where a run has moved it; ``c_dual`` moves as ``c_high`` does. ``shape`` are
-        ``exponent`` and ``crossover``, where they are known."""
+        """Return the loss with another band; ``c_dual`` scales with ``c_high``. ``shape`` may set
+        ``exponent`` and ``crossover``; None leaves a key unchanged."""
         c_dual = None if self.c_dual is None else self.c_dual * c_high / self.c_high
         changes: dict[str, Any] = {"c_low": c_low, "c_high": c_high, "c_dual": c_dual}
         changes |= {key: value for key, value in shape.items() if value is not None}
@@ -140,12 +142,11 @@ class FSPOLoss(Loss):
         return self.model_copy(update=changes)
 
     def centred(self, drift: float) -> FSPOLoss:
-        """The loss with its band centred on ``drift`` nats per token."""
         return self.moved(c_low=self.c_low, c_high=self.c_high, drift=drift)
 
     def band(self) -> FSPOBand:
-        """The band as it stands: without the drift of an estimate, and growing as √L where the exponent or L*
-        is still to be measured (see :meth:`moved`)."""
+        """Return the band of these keys: without drift if it is to be estimated, and of width √L if the
+        exponent or L* is still to be measured; see :meth:`moved`."""
         drift = self.drift_value if self.drift == "given" else 0.0
         power = 0.5 if self.exponent == "measured" else self.exponent
         crossover = None if self.shape == "power" or self.crossover == "measured" else self.crossover
@@ -181,7 +182,6 @@ class FSPOLoss(Loss):
         return Definition(objective=objective, clipped=clipped, out_of_band=bool(s != inside))
 
     def scaled(self, factor: float) -> FSPOLoss:
-        """The loss with a band so many times as wide, which no calibration moves."""
         wider = self.moved(c_low=factor * self.c_low, c_high=factor * self.c_high)
         return wider.model_copy(update={"calibrate": 0})
 
@@ -199,39 +199,39 @@ class FSPOLoss(Loss):
         return FSPOState(self, noise, longest=longest, updates=updates)
 
     def check(self, *, off_policy_updates: int, sampled: bool) -> None:
-        """Raise ``ValueError`` where there is nothing to measure the drift or the width from."""
+        """Raise ``ValueError`` if there is nothing to measure the drift or the width from."""
         if self.drift == "measured" and (self.noise is None or not sampled):
             raise ValueError(
-                "loss.drift = measured needs loss.noise, a file of `megatron-fspo calibrate`, and "
-                "rollout.old_log_probs = sampled: else S has no drift"
+                "loss.drift = measured needs loss.noise, a file from `megatron-fspo calibrate`, and "
+                "rollout.old_log_probs = sampled; without them S has no drift"
             )
         asked = {"calibrate": self.calibrate > 0, "drift": self.drift in ("k3", "half_variance")}
         for key in (key for key in asked if asked[key] and not off_policy_updates):
             raise ValueError(
                 f"loss.{key} = {getattr(self, key)} has nothing to measure: with one optimizer step per "
-                "rollout S is always 0. It needs batch.mini_batches * batch.epochs > 1, or "
+                "rollout, S is always 0. Set batch.mini_batches * batch.epochs > 1, or "
                 "rollout.old_log_probs = sampled"
             )
 
     def notes(self, *, steps: int, updates: int, off_policy_updates: int, warmup_updates: int) -> list[str]:
         if not off_policy_updates:
             return [
-                "every optimizer step is on policy, where S = 0: FSPO clips nothing. It acts with "
+                "every optimizer step is on-policy, so S = 0 and FSPO clips nothing. Set "
                 "batch.mini_batches * batch.epochs > 1, or rollout.old_log_probs = sampled"
             ]
         notes = []
         if not self.calibrate and max(self.c_low, self.c_high) >= 0.2:
             notes.append(
-                f"loss.c_low = {self.c_low:g} and loss.c_high = {self.c_high:g} are nats per √token of S. "
-                "0.2, a usual limit of ratios, is e^6.3 for 1000 tokens; loss.calibrate measures c "
+                f"loss.c_low = {self.c_low:g} and loss.c_high = {self.c_high:g} limit S in nats per √token, "
+                "not a ratio: 0.2 allows a ratio of e^6.3 at 1000 tokens. loss.calibrate measures c "
                 "(docs/choosing_c.md)"
             )
         warm = max(steps - math.ceil(warmup_updates / updates), 0)
         rollouts = math.ceil(self.calibrate / off_policy_updates)
         if 2 * rollouts > warm:
             notes.append(
-                f"loss.calibrate = {self.calibrate} will not be done within run.steps = {steps}: it needs "
-                f"two windows of {rollouts} steps, and {warm} begin after the warm-up"
+                f"loss.calibrate = {self.calibrate} will not finish within run.steps = {steps}: it needs "
+                f"two windows of {rollouts} steps after the warm-up, which leaves {warm}"
             )
         return notes
 
@@ -239,18 +239,17 @@ class FSPOLoss(Loss):
         return self.noise
 
     def check_noise(self, noise: Noise, lengths: Sequence[int], origin: str) -> None:
-        """Raise ``InputError`` where noise alone puts more than ``max_noise_clip_rate`` outside the band."""
         rates = noise.clip_rates(torch.tensor(lengths), self._from(noise).band())
         if (worst := rates.max().item()) > self.max_noise_clip_rate:
             raise InputError(
                 f"the band lies inside the noise: {origin} alone puts {worst:.1%} of the responses of "
                 f"{lengths[int(rates.argmax())]} tokens outside c_low = {self.c_low:g}, c_high = "
-                f"{self.c_high:g}; loss.max_noise_clip_rate allows {self.max_noise_clip_rate:.1%}. See "
-                f"{self.noise} for the smallest c"
+                f"{self.c_high:g}; loss.max_noise_clip_rate allows {self.max_noise_clip_rate:.1%}. "
+                f"{self.noise} has the smallest c"
             )
 
     def _from(self, noise: Noise) -> FSPOLoss:
-        """The loss with the band that a run begins with."""
+        """Return the loss with the band that a run begins with."""
         return self.centred(noise.drift) if self.drift == "measured" else self
 
     def unmeasured(self) -> FSPOLoss:
@@ -258,20 +257,18 @@ class FSPOLoss(Loss):
         return self.model_copy(update={"noise": None, "drift": drift})
 
     def reported(self, last: Callable[[str], float]) -> FSPOLoss | None:
-        """The loss with its band where a run has moved it, from ``FSPOState.metrics``."""
         c_low, c_high, drift = map(last, ("fspo/c_low", "fspo/c_high", "fspo/drift"))
         if math.isnan(c_low + c_high + drift):
             return None
-        # Not logged: the exponent by the run in docs/gallery, L* where there is none.
+        # The run in docs/gallery did not log the exponent; L* is logged only if there is one.
         shape = {name: last(f"fspo/{name}") for name in ("exponent", "crossover")}
         shape = {name: value for name, value in shape.items() if not math.isnan(value)}
         return self.moved(c_low=c_low, c_high=c_high, drift=drift, **shape)
 
 
 class FSPOState(LossState):
-    """FSPO during a run. What moves is the scale of the widths and their growth, until they are calibrated on
-    whole rollouts, and where asked for an estimate of the drift; that moves the band nowhere up to the
-    ``longest`` response by more than its half width: S = 0 is always inside."""
+    """The band of FSPO during a run. Calibration on whole rollouts changes its width and shape; an estimated
+    drift moves it by less than its half width for up to ``longest`` tokens, so S = 0 stays inside."""
 
     def __init__(self, loss: FSPOLoss, noise: Noise | None, *, longest: int, updates: int) -> None:
         self._loss: FSPOLoss = loss if noise is None else loss._from(noise)
@@ -289,14 +286,14 @@ class FSPOState(LossState):
 
     def _section(self, *, on_policy: bool = False) -> FSPOLoss:
         loss = self._loss
-        # c stands for both sides of a band that may have two widths.
+        # c is the mean of c_low and c_high, which keep their ratio.
         if self._calibrator is not None and (c := self._calibrator.c) is not None:
             scale = 2 * c / (loss.c_low + loss.c_high)
             shape = {"exponent": self._calibrator.exponent, "crossover": self._calibrator.crossover}
             loss = loss.moved(c_low=scale * loss.c_low, c_high=scale * loss.c_high, **shape)
         if not self._estimates_drift:
             return loss
-        # A little less than the half width: rounding must not put S = 0 outside.
+        # A little less than the half width, so that rounding does not put S = 0 outside.
         low, high = loss.centred(0.0).band().bounds(torch.tensor([float(self._longest)]))
         limit = 0.999 * min(-low.item(), high.item()) / self._longest
         return loss.centred(0.0 if on_policy else max(self._drift, -limit))
@@ -307,7 +304,7 @@ class FSPOState(LossState):
     def observe(
         self, log_ratio_sums: Tensor, lengths: Tensor, *, kl_k3: float, sigma: float | None, warm: bool
     ) -> None:
-        # σ̂ = 0: no update has moved the policy yet.
+        # σ̂ is 0 until an update has moved the policy.
         if warm and sigma and self._calibrator is not None:
             self._calibrator.observe(log_ratio_sums, lengths)
         if self._loss.drift == "k3" and math.isfinite(kl_k3):
@@ -330,7 +327,7 @@ class FSPOState(LossState):
                 f"{high:.3f})"
             )
         elif calibrator.refusal is not None:
-            text += f"; its shape stays as given, it cannot be measured: {calibrator.refusal}"
+            text += f"; the band keeps its shape, which cannot be measured: {calibrator.refusal}"
         return text
 
     def metrics(self) -> dict[str, float]:
@@ -339,8 +336,8 @@ class FSPOState(LossState):
         return {f"fspo/{name}": value for name in names if (value := getattr(band, name)) is not None}
 
     def noise_metrics(self, lengths: Tensor, out_of_band: float) -> dict[str, float]:
-        """``fspo/noise_clip_rate``, the share that noise alone is expected to put outside the band, and
-        ``fspo/noise_clip_share``, the part that this is of ``out_of_band``; see the base class."""
+        """Return ``fspo/noise_clip_rate``, the share that noise alone is expected to put out of band, and
+        ``fspo/noise_clip_share``, its ratio to ``out_of_band``, at most 1."""
         if self._noise is None or not len(lengths):
             return {}
         rate = self._noise.clip_rates(lengths, self._section().band()).mean().item()
@@ -361,11 +358,11 @@ class FSPOState(LossState):
         _, sigma, clipped = (median(column) for column in zip(*self._recent, strict=True))
         ratio, (low, high), (least, most) = c / sigma, C_OVER_SIGMA, CLIP_RATE
         measured = self._calibrator is not None and self._calibrator.c is not None
-        origin = f"c was measured when sigma-hat was {c / 2:.2g}" if measured else "c is the one given"
+        origin = f"c was measured when sigma-hat was {c / 2:.2g}" if measured else "c was configured"
         text = (
-            f"c = {c:.3g} is {ratio:.2g} sigma-hat ({sigma:.3g}) and {clipped:.1%} of the responses are "
-            f"clipped, by the medians of the last {WATCHED} steps; in order are {low:g} to {high:g} and "
-            f"{least:.0%} to {most:.0%}. {origin}; c = 2 sigma-hat is {2 * sigma:.2g} now: docs/choosing_c.md"
+            f"c = {c:.3g} is {ratio:.2g} times sigma-hat ({sigma:.3g}), and {clipped:.1%} of the responses "
+            f"are clipped (medians of the last {WATCHED} steps); expected are {low:g} to {high:g} times and "
+            f"{least:.0%} to {most:.0%}. {origin}; 2 sigma-hat is now {2 * sigma:.2g}. See docs/choosing_c.md"
         )
         if ratio < low or clipped > most:
             return {"narrow band": text}
@@ -378,10 +375,8 @@ class FSPOState(LossState):
         return {"drift": self._drift, "calibrator": calibrator}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the band of a checkpoint; keys of the configuration win over it.
-
-        Raises ``InputError`` where it was measured with other settings.
-        """
+        """Continue with the band of a checkpoint; keys of the configuration take precedence. Raises
+        ``InputError`` if it was measured with other settings."""
         if self._estimates_drift:
             self._drift = state.get("drift", 0.0)
         measured = state.get("calibrator")
@@ -389,11 +384,13 @@ class FSPOState(LossState):
             try:
                 self._calibrator.load_state_dict(measured)
             except ValueError as error:
-                raise InputError(f"loss.calibrate or loss.exponent is not what it was: {error}") from None
+                raise InputError(
+                    f"loss.calibrate, loss.exponent or loss.crossover has changed: {error}"
+                ) from None
 
 
 def _growth(s: Tensor, length: int, temper: float) -> Tensor:
-    """The integral of exp(S / L^b) over S that is 1 at S = 0: exp(S) for b = 0."""
+    """Return the integral of exp(S / L^b) over S that is 1 at S = 0: exp(S) for b = 0."""
     scale: float = length**temper
     growth: Tensor = 1 + scale * torch.special.expm1(s / scale)
     return growth

@@ -13,7 +13,7 @@ from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_
 
 
 class GMPOLoss(Loss):
-    """GMPO (2507.20673): geometric mean of token ratios, clipped in log space.
+    """GMPO (2507.20673): geometric mean of token ratios, each clipped in log space.
 
     `J = e^(mean of clipped log r) A`; mean over sequences.
     """
@@ -25,7 +25,7 @@ class GMPOLoss(Loss):
     eps_high: PositiveFloat = Field(0.4, description="log of the token ratio <= eps_high for A > 0")
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """weight_t = exp(mean of the clipped log-ratios)·A / L, or 0 where the token's own is clipped."""
+        """weight_t = exp(mean of the clipped log-ratios)·A / L, or 0 where that of the token is clipped."""
         log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
         advantage = per_token(inputs.advantages, inputs)
         below, above = log_ratio < -self.eps_low, log_ratio > self.eps_high

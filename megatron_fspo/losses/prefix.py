@@ -1,4 +1,4 @@
-"""CPPO and PNPO: tokens are judged by what lies before them in their response."""
+"""CPPO and PNPO: losses that judge a token by the tokens before it in its response."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ class CPPOLoss(Loss):
     """CPPO (2606.10968), Binary-TV: a trust region on probabilities, stricter for early tokens and after
     large earlier moves. Defaults are the paper's for post-trained dense models.
 
-    `J_t = r A`, and 0 where r has moved from 1 in the direction of A and either `w_t D_t > delta`, or the
-    sum of w D up to t is above delta + budget * (sum of w before t). D = abs(pi - pi_old); w falls
-    linearly from 1 to last_weight; mean over tokens. The paper's budget for base models, a quantile of D,
-    is not implemented.
+    `J_t = r A`, and 0 if r has moved from 1 in the direction of A and either `w_t D_t > delta`, or the sum of
+    w D up to t exceeds delta + budget * (sum of w before t). D = abs(pi - pi_old); w falls linearly from 1 to
+    last_weight; mean over tokens. The paper's budget for base models, a quantile of D, is not implemented.
     """
 
     VERIFIED: ClassVar = {"cppo": {"delta": 0.001, "budget": 0.0002, "last_weight": 0.5}}
@@ -38,20 +37,20 @@ class CPPOLoss(Loss):
     last_weight: Annotated[float, Field(gt=0, le=1)] = Field(0.8, description="w of the last token")
 
     def _region(self, inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """[t] w·|π − π_old| of each token; the sum of it before the token; and the sum of w there."""
+        """Return [t] w·|π − π_old| of each token, its sum over earlier tokens, and the sum of w over them."""
         log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
         old = torch.where(inputs.mask, inputs.log_probs - inputs.log_ratio, 0.0)
         lengths = per_token(inputs.lengths, inputs).to(log_ratio.dtype)
         place = torch.where(inputs.mask, inputs.prefix_sums(torch.ones_like(old)[None])[0], 1.0)
         share = 1 - (1 - self.last_weight) * (place - 1) / (lengths - 1).clamp(min=1)
-        # π − π_old = π_old·(r − 1): without the difference of two near numbers.
+        # π − π_old = π_old·(r − 1), without subtracting two nearly equal numbers.
         moved = share * (old.exp() * log_ratio.expm1()).abs()
         columns = torch.stack([moved, share])
         spent, room = inputs.prefix_sums(columns) - columns
         return moved, spent, room
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """weight_t = r_t·A, or 0 where the token has moved too far the way of A."""
+        """weight_t = r_t·A, or 0 where the token has moved too far in the direction of A."""
         moved, spent, room = self._region(inputs)
         log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
         new = torch.where(inputs.mask, inputs.log_probs, 0.0)
@@ -93,10 +92,9 @@ class CPPOLoss(Loss):
 
 class PNPOLoss(Loss):
     """PNPO (2608.01418, second-hand): weigh a token by the geometric mean of the ratios up to it, and reject
-    it outside the limits. Limits and mean over tokens are ours.
+    it if this is outside the limits. Limits and mean over tokens are ours.
 
-    `J_t = sg(g) A log pi`, g = e^(S_t / t), and 0 outside [1 - eps_low, 1 + eps_high] whatever the sign
-    of A.
+    `J_t = sg(g) A log pi`, g = e^(S_t / t), and 0 outside [1 - eps_low, 1 + eps_high] for A of either sign.
     """
 
     VERIFIED: ClassVar = {"pnpo": {"eps_low": 0.02, "eps_high": 0.03}}
@@ -110,7 +108,7 @@ class PNPOLoss(Loss):
         return GSPOBand(eps_low=self.eps_low, eps_high=self.eps_high)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """weight_t = g_t·A, or 0 where g_t leaves its limits."""
+        """weight_t = g_t·A, or 0 where g_t is outside its limits."""
         columns = torch.stack([inputs.log_ratio, torch.ones_like(inputs.log_ratio)])
         prefix, place = torch.where(inputs.mask, inputs.prefix_sums(columns), 0.0)
         low, high = self.prefix_band().bounds(place)

@@ -1,4 +1,4 @@
-"""RLOO, GSPO and LUSPO: sequence-level losses whose limits lie on an importance ratio."""
+"""RLOO, GSPO and LUSPO: sequence-level losses with limits on an importance ratio."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from megatron_fspo.losses.section import UnitInterval
 from megatron_fspo.objective import ClipBand, ConstantDualClip, GSPOBand, RLOOBand, SequenceLevel
 
 _MOST_NATS = 36.0
-"""A limit of 1 − eps_low is 0 in float64 beyond 37 nats."""
+"""Beyond 37 nats, 1 − eps_low is 0 in float64."""
 
 
 def scaled_limits(eps_low: float, eps_high: float, factor: float) -> dict[str, float]:
-    """The keys of limits on a ratio that are so many times as wide in nats."""
+    """Return the keys of limits that are ``factor`` times as wide in nats."""
     low, high = factor * math.log1p(-eps_low), factor * math.log1p(eps_high)
     return {"eps_low": -math.expm1(low), "eps_high": math.expm1(high)}
 
 
 def widest_limits(eps_low: float, eps_high: float) -> float:
-    """The largest factor for :func:`scaled_limits`."""
+    """Return the largest factor for :func:`scaled_limits`."""
     return _MOST_NATS / max(-math.log1p(-eps_low), math.log1p(eps_high))
 
 
 class RatioLoss(Loss):
-    """Limits on an importance ratio of the whole response."""
+    """Base class: limits on an importance ratio of the whole response."""
 
     LIMITS: ClassVar = ("eps_low", "eps_high")
     MEAN: ClassVar = False
-    """The ratio is exp(S / L), and not exp(S)."""
+    """True: the ratio is e^(S/L). False: it is e^S."""
 
     eps_low: UnitInterval
     eps_high: PositiveFloat
     dual_clip_ratio: Annotated[float, Field(gt=1)] | None = Field(
-        None, description="limit of the ratio for A < 0"
+        None, description="upper limit of the ratio for A < 0"
     )
 
     def band(self) -> ClipBand:
@@ -65,7 +65,7 @@ class RatioLoss(Loss):
 
 
 class RLOOLoss(RatioLoss):
-    """RLOO (2402.14740) with constant limits on e^S, as in TRL.
+    """RLOO (2402.14740): clip e^S to constant limits, as in TRL.
 
     `J = min(r A, clip(r) A)`, r = e^S; mean over sequences.
     """
@@ -81,7 +81,7 @@ class RLOOLoss(RatioLoss):
 
 
 class MeanRatioLoss(RatioLoss):
-    """Limits on the length-normalised ratio exp(S / L)."""
+    """Base class: limits on the length-normalised ratio e^(S/L)."""
 
     MEAN: ClassVar = True
 
@@ -93,7 +93,7 @@ class MeanRatioLoss(RatioLoss):
 
 
 class GSPOLoss(MeanRatioLoss):
-    """GSPO (2507.18071): limits on the length-normalised ratio e^(S / L).
+    """GSPO (2507.18071): clip the length-normalised ratio e^(S / L).
 
     `J = min(r A, clip(r) A)`, r = e^(S / L); mean over sequences.
     """
@@ -107,9 +107,9 @@ class GSPOLoss(MeanRatioLoss):
 
 
 class LUSPOLoss(MeanRatioLoss):
-    """LUSPO (2602.05261): GSPO with J times L, and GSPO's default limits.
+    """LUSPO (2602.05261): GSPO with J multiplied by L, and GSPO's default limits.
 
-    A response's gradient then has no factor 1 / L.
+    The gradient of a response then has no factor 1 / L.
     """
 
     VERIFIED: ClassVar = {"luspo": {"eps_low": 0.01, "eps_high": 0.01}}

@@ -1,4 +1,4 @@
-"""SAPO: a soft gate on each token's ratio in place of a clip."""
+"""SAPO: a soft gate on each token's ratio instead of a clip."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_fspo.losses.common import Definition, Loss
 from megatron_fspo.objective import unclipped
 from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_token, weigh_tokens
 
-# From here on the weight is 0 in floating point, and e^x would overflow first.
+# Beyond this log-ratio, the weight is 0 in floating point, and e^x may overflow.
 _LARGEST = 20.0
 
 
@@ -28,7 +28,7 @@ class SAPOLoss(Loss):
 
     name: Literal["sapo"] = "sapo"
     tau_pos: PositiveFloat = Field(1.0, description="tau for A > 0")
-    tau_neg: PositiveFloat = Field(1.05, description="tau for A < 0; a larger one forgets the ratio sooner")
+    tau_neg: PositiveFloat = Field(1.05, description="tau for A < 0; a larger tau narrows the gate")
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """weight_t = 4·p·(1 − p)·r·A with p = sigmoid(τ(r − 1)); mean over each sequence."""

@@ -1,4 +1,4 @@
-"""A section of the configuration, which the keys of a loss are: the base of all."""
+"""The base class of configuration sections, which losses are."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ UnitInterval = Annotated[float, Field(gt=0, lt=1)]
 
 
 class Section(BaseModel):
-    """Strict about names, lenient about spelling (``2`` for ``"2"``); numbers are finite."""
+    """A configuration section: rejects unknown keys and non-finite numbers, accepts ``2`` for ``"2"``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)

@@ -22,18 +22,18 @@ from megatron_fspo.objective.policy_objective import (
 
 
 class TokenLoss(Loss):
-    """Token-level clipping."""
+    """Base class: limits on the importance ratio of each token."""
 
     AGGREGATION: ClassVar[Aggregation] = "sequence-mean"
 
     eps_low: UnitInterval = Field(0.2, description="token ratio >= 1 - eps_low")
     dual_clip_ratio: Annotated[float, Field(gt=1)] | None = Field(
-        None, description="limit of the token ratio for A < 0"
+        None, description="upper limit of the token ratio for A < 0"
     )
     eps_high: PositiveFloat = Field(0.2, description="token ratio <= 1 + eps_high")
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """weight_t = r_t·A, or 0 where a clip acts: the surrogate of a sequence of one token."""
+        """weight_t = r_t·A, or 0 where a clip acts: the surrogate of sequences of one token."""
         ratio = self.dual_clip_ratio
         terms = sequence_surrogate(
             torch.where(inputs.mask, inputs.log_ratio, 0.0),
@@ -82,11 +82,11 @@ class DAPOLoss(TokenLoss):
 
 
 class OPSMLoss(TokenLoss):
-    """Off-policy sequence masking (DeepSeek-V3.2, 2512.02556): GRPO without responses that have A < 0 and -S
-    / L > delta. The default delta is ours.
+    """Off-policy sequence masking (DeepSeek-V3.2, 2512.02556): GRPO, dropping responses with A < 0 and
+    -S / L > delta. The default delta is ours.
 
-    Dropped responses count as clipped below. S refers to the old policy, or with `rollout.old_log_probs`
-    = sampled to the sampler.
+    Dropped responses count as clipped below. S starts from the old policy, or from the sampler with
+    `rollout.old_log_probs = "sampled"`.
     """
 
     VERIFIED: ClassVar = {"opsm": {"eps_low": 0.05, "eps_high": 0.05, "delta": 0.01}}
@@ -95,7 +95,7 @@ class OPSMLoss(TokenLoss):
     delta: PositiveFloat = Field(1e-3, description="drop if A < 0 and -S / L > delta, in nats per token")
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """GRPO's, with weight 0 for sequences with A < 0 and −S/L > delta. One more collective."""
+        """GRPO's weights, but 0 for sequences with A < 0 and −S/L > delta. One more collective."""
         (log_ratio_sum,) = inputs.sequence_sums(inputs.log_ratio[None])
         far = -log_ratio_sum > self.delta * inputs.lengths
         dropped = (inputs.advantages < 0) & far & log_ratio_sum.isfinite()

@@ -1,4 +1,4 @@
-"""VESPO: a smooth weight of the whole response in place of a clip."""
+"""VESPO: a smooth weight of the whole response instead of a clip."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, weig
 
 
 class VESPOLoss(Loss):
-    """VESPO (2602.10693): weigh a response by a gamma-shaped kernel of e^S instead of a clip. temper is
-    ours.
+    """VESPO (2602.10693): weigh a response by a gamma-shaped kernel of e^S instead of a clip. temper is ours.
 
-    `J_t = sg(phi) A log pi`, phi = w^k e^(lambda (1 - w)), w = e^(S / L^temper); k and lambda depend on
-    the sign of A; mean over tokens. At temper = 0.5 noise gives phi the same spread at every length.
+    `J_t = sg(phi) A log pi`, phi = w^k e^(lambda (1 - w)), w = e^(S / L^temper); k and lambda depend on the
+    sign of A; mean over tokens. At temper = 0.5, noise gives phi the same spread at every length.
     """
 
     VERIFIED: ClassVar = {"vespo": {"temper": 0.25}}
@@ -42,7 +41,7 @@ class VESPOLoss(Loss):
         log_w = log_ratio_sum * lengths.clamp(min=1) ** -self.temper
         pairs = ((self.k_pos, self.k_neg), (self.lambda_pos, self.lambda_neg))
         k, lam = (torch.where(advantages > 0, *(log_w.new_full((), x) for x in pair)) for pair in pairs)
-        # -expm1 is 1 - w to the last digit, and phi is 0 where w overflows.
+        # -expm1 is 1 - w without cancellation, and phi is 0 where w overflows.
         phi = (k * log_w - lam * log_w.expm1()).exp()
         weight = torch.where(advantages != 0, phi * advantages, 0.0)
         present = lengths > 0
@@ -61,7 +60,7 @@ class VESPOLoss(Loss):
         k, lam = (self.k_pos, self.lambda_pos) if advantage > 0 else (self.k_neg, self.lambda_neg)
         phi = w**k * math.exp(lam * (1 - w))
         return Definition(
-            # log pi less a constant, so that the value is phi * A
+            # log pi up to a constant, so that the value is phi * A
             objective=phi * advantage * (1 + log_probs - log_probs.detach()),
             mean="token",
             clipped=0.0,

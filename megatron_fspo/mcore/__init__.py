@@ -1,7 +1,7 @@
 """The policy on Megatron-Core: models, losses on its schedules, checkpoints, decoding.
 
-Its import says nothing of how Megatron is compiled: that is for the program to decide which imports it. Ours
-decide with :func:`leave_uncompiled`.
+Importing this package leaves Megatron's use of ``torch.compile`` to the program; ours call
+:func:`leave_uncompiled` first.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ engine_problem()  # before Megatron tries to import Transformer Engine
 
 
 def leave_uncompiled() -> None:
-    """Import Megatron so that its fused functions are not compiled, where there is no GPU.
+    """On a machine without a GPU, import Megatron with ``torch.compile`` disabled, for the whole process.
 
-    It marks them for ``torch.compile`` while it is imported, and so loads torch's compiler, for seconds. On a
-    CPU the fusions are off. This is for a whole process and for good, so only our own command lines call it,
-    before anything else imports Megatron.
+    Otherwise the import loads torch's compiler, for seconds, to compile fused functions that CPU runs do not
+    use. Call this before anything else imports Megatron.
     """
     if torch.cuda.is_available():
         return
@@ -34,5 +33,5 @@ def leave_uncompiled() -> None:
 
 
 def _as_it_is(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
-    """``torch.compile`` that does not."""
+    """Replacement for ``torch.compile`` that returns the function unchanged."""
     return function or _as_it_is

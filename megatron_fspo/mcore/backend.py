@@ -1,4 +1,4 @@
-"""Device, collectives and layers of this machine: the one file where CPU and CUDA part ways.
+"""Device, collectives and layers of this machine: the only file with separate code for CPU and CUDA.
 
 | | CPU | CUDA |
 |---|---|---|
@@ -6,10 +6,10 @@
 | layers | Megatron's local layers, our norm and attention | Transformer Engine (or local) |
 | fusions | off | on where the layers offer them |
 
-Megatron writes ``device="cuda"`` in a few dozen places. On a machine without a GPU they mean the CPU: torch's
-factories and four methods of its tensors are told so, and a few CUDA calls get their CPU meaning. (A torch
-function mode would say it in one place, but stand in the way of every call.) No class of Megatron is touched;
-norms and attention come through the layer spec (:mod:`megatron_fspo.mcore.layers`).
+Megatron hard-codes ``device="cuda"`` in a few dozen places. Without a GPU we patch torch's tensor factories,
+four tensor methods and a few CUDA calls, so that ``cuda`` means the CPU. (A torch function mode would be one
+patch, but would slow down every call.) No class of Megatron is patched; norms and attention come through the
+layer spec (:mod:`megatron_fspo.mcore.layers`).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from megatron_fspo.mcore.layers import local_block_spec
 from megatron_fspo.parallel.head import HeadKind, tried, triton_problem
 
 CUDA_ENVIRONMENT = {
-    # Kernels begin in the order in which they were asked for: a collective before the matrix product that is
-    # to hide it. Megatron's overlap in tensor and context parallel layers counts on that.
+    # Kernels start in launch order, so that a collective starts before the matrix product that hides it.
+    # Megatron's overlap in tensor- and context-parallel layers relies on this.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    # Packs differ in length: pieces of memory that fitted one step's would be in the way of the next one's.
+    # Packs differ in length, which would fragment memory.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
-"""Variables that CUDA and torch's allocator read when they start, unless the user has set them."""
+"""Defaults of environment variables that CUDA and torch's allocator read at their start."""
 _DENSE_BF16 = (
     ("H100 PCIe", 756.0),
     ("H100 NVL", 835.0),
@@ -60,8 +60,7 @@ _DENSE_BF16 = (
     ("A800", 312.0),
     ("L40S", 362.0),
 )
-"""Part of the name → TFLOP/s of bf16 products without sparsity, from the vendor's data sheets; the first that
-fits."""
+"""Substring of the GPU's name → dense bf16 TFLOP/s from the vendor's data sheets; the first match counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +74,15 @@ class Backend:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the start of a run."""
+        """Warnings to print at the start of a run."""
         if self.device.type == "cpu" or self.layers == "transformer_engine":
             return ()
         return (
-            "model.layers = local is to debug with: on a GPU each layer waits for it 7 times in each pass",
+            "model.layers = local is for debugging: the host waits for the GPU 7 times per layer and pass",
         )
 
     def install(self) -> None:
-        """Prepare this process. Before any model is built."""
+        """Prepare this process. Call it before building a model."""
         if self.device.type == "cpu":
             install_cpu()
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -91,15 +90,15 @@ class Backend:
             torch.cuda.set_device(self.device)
 
     def busy_seconds(self) -> float:
-        """A clock of what this process computes, to be compared with itself. On a CPU it stands still while
-        the thread waits; on a GPU it is read when all that was asked of the GPU is done."""
+        """Read a clock of this process's computation: on a CPU, the thread's CPU time, which excludes waits;
+        on a GPU, wall time after a synchronization."""
         if self.device.type == "cpu":
             return time.thread_time()
         torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     def peak_memory(self) -> int:
-        """Bytes of tensors on the GPU at most since the last call; 0 on a CPU."""
+        """Peak bytes of tensors on the GPU since the last call; 0 on a CPU."""
         if self.device.type == "cpu":
             return 0
         peak = torch.cuda.max_memory_allocated(self.device)
@@ -110,22 +109,21 @@ class Backend:
         """The fields of ``TransformerConfig`` that depend on the machine."""
         fused = self.layers == "transformer_engine"
         return {
-            # Parameters are allocated where they stay.
+            # Allocate parameters on the device.
             "use_cpu_initialization": False,
             "bias_activation_fusion": fused,
             "bias_dropout_fusion": fused,
             "apply_rope_fusion": fused,
             "masked_softmax_fusion": False,
             "persist_layer_norm": fused,
-            # Megatron's own layers need apex's kernel for it; Transformer Engine's have theirs: see
-            # wrap_for_training.
+            # Megatron's own layers need apex's kernel. For Transformer Engine's see wrap_for_training.
             "gradient_accumulation_fusion": self.device.type == "cuda"
             and not fused
             and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         }
 
     def layer_spec(self, config: TransformerConfig, vp_stage: int | None = None) -> Any:
-        """The layers, as Megatron wants them; ``vp_stage`` is the virtual pipeline stage they are for."""
+        """Megatron's layer spec; ``vp_stage`` is the virtual pipeline stage of the layers."""
         if self.layers == "transformer_engine":
             from megatron_fspo.mcore.te_attention import SharingAttention
 
@@ -144,14 +142,11 @@ def choose_backend(
     layers: Literal["auto", "local", "transformer_engine"] = "auto",
     head: HeadKind = "auto",
 ) -> Backend:
-    """Resolve the keys ``model.backend``, ``model.layers`` and ``model.head`` on this machine.
-
-    Raises:
-        InputError: what was asked for is not here. Nothing falls back silently.
-    """
+    """Resolve the keys ``model.backend``, ``model.layers`` and ``model.head`` on this machine. Raises
+    ``InputError`` if the machine lacks what a key asks for; there is no silent fallback."""
     if backend != "cpu":
         for name, value in CUDA_ENVIRONMENT.items():
-            # The allocator's variable goes before the older one of that name.
+            # A value under the allocator variable's older name applies, too.
             os.environ.setdefault(name, os.environ.get(name.replace("_ALLOC", "_CUDA_ALLOC"), value))
     if backend == "auto":
         backend = "cuda" if torch.cuda.is_available() else "cpu"
@@ -160,41 +155,33 @@ def choose_backend(
     if not torch.cuda.is_available():
         raise InputError(
             "model.backend = cuda, but torch sees no GPU here. Run on a GPU node with a CUDA build of torch, "
-            "or try the small CPU run: --smoke with the launch script, or `make demo`."
+            "or try a small CPU run: the launch script with --smoke, or `make demo`."
         )
     if layers == "auto":
         layers = "transformer_engine"
     if layers == "transformer_engine" and (problem := engine_problem()) is not None:
         raise InputError(
-            f"model.layers = transformer_engine, but {problem}. Install the extra `te`, or to debug set "
-            "model.layers = local."
+            f"model.layers = transformer_engine, but {problem}. Install the extra `te`, or set "
+            "model.layers = local to debug."
         )
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return Backend(device=device, collectives="nccl", layers=layers, head=head)
 
 
 def check_dtype(backend: Backend, dtype: torch.dtype) -> None:
-    """Raise ``InputError`` where the layers cannot train in ``dtype``.
-
-    In float32 Transformer Engine has no fast attention: memory grows with the square of the length, and
-    there is none with context parallel.
-    """
+    """Raise ``InputError`` if the layers cannot train in ``dtype``: in float32, Transformer Engine's
+    attention needs memory that grows with the square of the length, and lacks context parallelism."""
     if backend.layers == "transformer_engine" and dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         raise InputError(
             f"model.dtype = {name}, but model.layers = transformer_engine needs bfloat16: set model.dtype = "
-            "bfloat16, or to debug model.layers = local"
+            "bfloat16, or model.layers = local to debug"
         )
 
 
 def check_head(backend: Backend, dtype: torch.dtype) -> str | None:
-    """Return what to say where ``model.head`` = auto leaves a GPU without the kernels; None otherwise.
-
-    The kernels are tried on a small problem.
-
-    Raises:
-        InputError: they were asked for and do not run here.
-    """
+    """Try the log-prob head's Triton kernels; return a warning if ``model.head`` = auto cannot use them on a
+    GPU, else None. Raises ``InputError`` if ``model.head`` = triton and they do not work."""
     problem = triton_problem(backend.device, dtype)
     if problem is None and backend.head != "torch":
         problem = tried(backend.device)
@@ -202,18 +189,18 @@ def check_head(backend: Backend, dtype: torch.dtype) -> str | None:
         raise InputError(f"model.head = triton, but {problem}: set model.head = auto, or torch")
     if backend.head != "auto" or problem is None or backend.device.type == "cpu":
         return None
-    return f"model.head = auto: log-probs by chunks in torch, as for the kernels in Triton {problem}"
+    return f"model.head = auto computes log-probs in torch, without the Triton kernels: {problem}"
 
 
 def peak_tflops(backend: Backend, dtype: torch.dtype) -> float | None:
-    """Most TFLOP/s of one rank's GPU; None where that is not known, as on a CPU."""
+    """Peak TFLOP/s of this rank's GPU in ``dtype``; None if unknown."""
     if backend.device.type != "cuda" or dtype != torch.bfloat16:
         return None
     return peak_of(torch.cuda.get_device_name(backend.device))
 
 
 def peak_of(name: str) -> float | None:
-    """TFLOP/s in bf16 of a GPU of this name."""
+    """Peak bf16 TFLOP/s of the GPU of this name; None if unknown."""
     return next((peak for part, peak in _DENSE_BF16 if part in name), None)
 
 
@@ -225,7 +212,7 @@ _FACTORIES = (
 
 
 def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A factory of tensors for which ``cuda`` is ``cpu``, and whose memory is never pinned."""
+    """Wrap a tensor factory: ``cuda`` means ``cpu``, and memory is never pinned."""
 
     @functools.wraps(factory)
     def made(*args: Any, **kwargs: Any) -> Tensor:
@@ -247,7 +234,7 @@ def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 def _type(self: Tensor, *args: Any, **kwargs: Any) -> Any:
     name = _tensor_type(self, *args, **kwargs)
-    # Megatron's optimizers sort parameters by the name 'torch.cuda.FloatTensor'.
+    # Megatron's optimizers sort parameters by type names such as 'torch.cuda.FloatTensor'.
     return name.replace("torch.", "torch.cuda.", 1) if isinstance(name, str) else name
 
 
@@ -261,7 +248,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class _Stream:
-    """The CPU runs everything in order: waiting is over as soon as it begins."""
+    """Stand-in for a CUDA stream: the CPU runs everything in order, so waiting does nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -270,43 +257,41 @@ class _Stream:
     def wait_event(self, event: Any) -> None: ...
 
     def record_event(self, event: Any = None) -> _Stream:
-        """An event to synchronise with: the stream will do."""
+        """Return the stream in place of an event."""
         return self
 
     def synchronize(self) -> None: ...
 
 
 def _split_sizes_as_numpy(values: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Brings what the dispatcher of experts counted to the CPU, for the collective.
-
-    Megatron's own does so for tensors of a GPU only, and no collective takes its split sizes as a tensor.
-    """
+    """Replace Megatron's ``maybe_move_tensor_to_cpu``, which converts GPU tensors only; collectives do not
+    accept a tensor of split sizes."""
     return values.numpy() if as_numpy and isinstance(values, torch.Tensor) else values
 
 
 @functools.cache
 def install_cpu() -> None:
-    """Make ``cuda`` mean ``cpu`` for the rest of this process. Calling it again does nothing."""
+    """Make ``cuda`` mean ``cpu`` for the rest of this process. A second call does nothing."""
     cuda_means_cpu()
-    # Adam, the gradient's norm and the router in torch: wherever Transformer Engine or apex is installed,
-    # Megatron takes theirs, which are for GPUs only.
+    # Adam, gradient norm and router in torch: where Transformer Engine or apex is installed, Megatron would
+    # use theirs, which need a GPU.
     megatron_optimizer.Adam, megatron_optimizer.SGD = torch.optim.AdamW, torch.optim.SGD
     megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
     options: Any = torch.optim.AdamW.__init__.__kwdefaults__
-    options["fused"] = True  # one pass over the numbers in place of ten
+    options["fused"] = True  # one pass over memory instead of ten
     for module in (clip_grads, optimizer):
         module.multi_tensor_applier = megatron_utils.local_multi_tensor_applier
         module.multi_tensor_scale_impl = megatron_utils.local_multi_tensor_scale
     clip_grads.l2_norm_impl = megatron_utils.local_multi_tensor_l2_norm
-    clip_grads.multi_tensor_scale_tensor_impl = None  # of 0.19
-    vars(moe_utils)["te_general_gemm"] = None  # the router's
+    clip_grads.multi_tensor_scale_tensor_impl = None  # megatron-core 0.19
+    vars(moe_utils)["te_general_gemm"] = None  # for the router
     if onednn_is_faster():
         install_products()
 
 
 def cuda_means_cpu() -> None:
-    """The devices, streams and random states."""
-    _device_constructors()  # remembers torch's own factories, for ``with torch.device("meta")``
+    """Patch devices, streams and random states."""
+    _device_constructors()  # caches torch's own factories, for ``with torch.device("meta")``
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.to = _to  # type: ignore[assignment, method-assign]
@@ -319,8 +304,8 @@ def cuda_means_cpu() -> None:
     torch.cuda.default_stream = _Stream  # type: ignore[assignment]
     torch.cuda.stream = lambda *_: nullcontext()  # type: ignore[assignment]
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes_as_numpy
-    # The tracker that does nothing: our models have no dropout, so no state of its own is needed. Recomputed
-    # layers still save and restore what they take for the state of a GPU.
+    # A tracker that does nothing: our models have no dropout. Recomputed layers still save and restore the
+    # GPU's random state, replaced here by an empty tensor.
     megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
     megatron_random._set_cuda_rng_state = lambda *_, **__: None

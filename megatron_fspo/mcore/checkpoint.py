@@ -1,28 +1,23 @@
 """Save and resume: weights and optimizer as a distributed checkpoint.
 
-One format for every layout, optimizer and dtype: that of Megatron's plain optimizer. Each weight is a global
-tensor under Megatron's name, and beside it ``optimizer.state.<what>.<name>`` are tensors of the same shape:
-``exp_avg``, ``exp_avg_sq``, and ``fp32_param`` where the weights are rounded. Each rank writes the values it
-owns (:mod:`.parameter_state`) as boxes of these tensors, and reads boxes of what it needs: nothing is
-gathered, and no more than a box is in memory twice.
+All layouts, optimizers and dtypes use the format of Megatron's plain optimizer, so a run can resume in
+another layout or dtype, with or without a distributed optimizer. Each weight is a global tensor under
+Megatron's name; its optimizer state is in tensors ``optimizer.state.<what>.<name>`` of that shape:
+``exp_avg``, ``exp_avg_sq``, and ``fp32_param`` if the weights are rounded. Each rank writes the values it
+owns (:mod:`.parameter_state`) as boxes of these tensors, and reads the boxes it needs. Nothing is gathered,
+and at most one box is in memory twice. Of Megatron's formats for a distributed optimizer,
+``fully_reshardable`` gathers it on every rank (30 bytes per parameter), ``dp_reshardable`` is tied to the
+layout, and ``fully_sharded_model_space`` raises an error (megatron-core 0.16 and 0.19).
 
-So a run may resume under another layout, with the distributed optimizer switched on or off, and in another
-dtype. Of Megatron's formats for a distributed optimizer, ``fully_reshardable`` gathers it on every rank (30
-bytes per parameter), ``dp_reshardable`` is tied to the layout, and ``fully_sharded_model_space`` raises, in
-megatron-core 0.16 and 0.19 alike.
+A complete checkpoint gets its name by renaming ``<name>.partial``. Its ``SHA256SUMS`` has the hash of every
+file, computed while writing. Before a resume the ranks verify these hashes, each for its share of the files.
 
-A checkpoint folder appears under its name only when it is complete, by a rename of ``<name>.partial``. Its
-``SHA256SUMS`` has the hash of every file, taken of the bytes on their way to it; before a resume all ranks
-together look whether they are still those, each at its share of the files.
+A thread of each rank writes its files. Megatron's writer processes outlive a rank that dies, and are either
+forked, which breaks with threads of CUDA or gloo, or started anew, for 400 MB and seconds each. Only the main
+thread calls collectives: it polls whether all ranks are done, so no collective waits for a disk.
 
-Files are written by a thread of each rank. Megatron's writer processes are forked, which breaks where CUDA or
-gloo has threads, or started afresh, with 400 MB and seconds each, and outlive a rank that dies; a thread
-shares the memory, hands over its error, and leaves Python's lock alone while it writes. Collectives belong to
-the main thread, which asks now and then whether all are done: nobody waits in a collective for a disk. Saving
-in the foreground is the same with the asking done at once, and without a copy of the values first.
-
-What else a run must remember (step, prompt cursor, …) is JSON, and the trainer's business. No random state is
-kept: once a model is built nothing draws from torch's own generators, as there is no dropout.
+The trainer's state (step, prompt cursor, …) is stored as JSON. Random state is not saved: without dropout,
+nothing draws from torch's generators once the model is built.
 """
 
 from __future__ import annotations
@@ -74,11 +69,11 @@ _WEIGHTS = "torch_dist"
 _BOX_BYTES = 16 * 2**20
 _POLL_SECONDS = 0.1
 _MAIN = "fp32_param"
-"""Megatron's name for the fp32 copy with the plain optimizer."""
+"""The plain optimizer's name in Megatron for the fp32 copy of the weights."""
 
 
 class Saving:
-    """A checkpoint on its way to the disk; :func:`begin_save` makes one."""
+    """A checkpoint that is being written, made by :func:`begin_save`."""
 
     def __init__(self, policy: Policy, folder: Path, state: dict[str, Any], *, snapshot: bool) -> None:
         self._folder = folder
@@ -91,7 +86,7 @@ class Saving:
         self._writer = ChunkWriter(self._partial / _WEIGHTS, rank=dist.get_rank())
         self._error: str | None = None
         self._sums: dict[str, str] = {}
-        # Not a daemon: a run that fails elsewhere ends when its files are written.
+        # Not a daemon thread, so that a run that fails elsewhere still writes all files.
         self._thread = threading.Thread(target=self._write, name=f"save {folder.name}")
         self._thread.start()
 
@@ -106,12 +101,11 @@ class Saving:
                 writer.close()
             self._sums = {f"{_WEIGHTS}/{name}": sha256 for name, sha256 in writer.sums.items()}
             sync(self._partial / _WEIGHTS)
-        except Exception as error:  # finish reports it on all ranks
+        except Exception as error:  # finish() raises it on all ranks
             self._error = f"rank {dist.get_rank()}: {error}"
 
     def written(self, *, wait: bool) -> bool:
-        """Return True once every rank has written its files, or failed to; with ``wait`` not before.
-        Collective."""
+        """Return True if every rank has written its files or failed; ``wait`` until then. Collective."""
         while any_rank(self._thread.is_alive(), device=self._device):
             if not wait:
                 return False
@@ -119,13 +113,11 @@ class Saving:
         return True
 
     def finish(self, *, wait: bool) -> bool:
-        """Put the checkpoint under its name once every rank has written its part. Collective.
-
-        Returns:
-            True when that is done; False, without ``wait`` only, if a rank is still writing.
+        """Give the checkpoint its name once every rank has written its files; return False if ``wait`` is off
+        and a rank is still writing. Collective.
 
         Raises:
-            TrainingError: on every rank; a part could not be written. Checkpoints before it are as they were.
+            TrainingError: on every rank, if a rank could not write. Earlier checkpoints stay complete.
         """
         if not self.written(wait=wait):
             return False
@@ -135,7 +127,7 @@ class Saving:
         return True
 
     def _complete(self, ranks: list[Any]) -> None:
-        """Write what there is one of, given error, index and hashes of every rank, and rename the folder."""
+        """Write index, state and hashes, given each rank's (error, index, hashes), and rename the folder."""
         if errors := [error for error, _, _ in ranks if error is not None]:
             raise OSError("; ".join(errors))
         data, state = self._partial / _WEIGHTS, self._partial / _STATE
@@ -145,44 +137,43 @@ class Saving:
         for _, _, written in ranks:
             sums |= written
         write_sums(self._partial, sums)
-        # The name comes when all else is on the disk, and older checkpoints go when the name is.
+        # Rename only when all files are on disk; callers delete older checkpoints when the new name is.
         sync(*mine, self._partial / SUMS, data, self._partial)
         self._partial.rename(self._folder)
         sync(self._folder.parent, self._folder.parent.parent)
 
 
 def begin_save(policy: Policy, folder: Path, state: dict[str, Any], *, snapshot: bool) -> Saving:
-    """Start to write one checkpoint; ``finish`` it before the next. Collective.
+    """Start to write a checkpoint; call ``finish`` before the next one. Collective.
 
     Args:
         policy: model and optimizer.
         folder: its final name; must not exist.
         state: JSON types only; the same on every rank.
-        snapshot: copy this rank's part (in bf16 14 bytes, in fp32 12 bytes, for each parameter that is this
-            rank's to write) to host memory first; training may go on at once. Without, nothing may change
-            before all is ``written``.
+        snapshot: copy the values to host memory first (14 bytes in bf16, 12 in fp32, per parameter that this
+            rank writes). Otherwise do not change the policy until ``written`` returns True.
 
     Raises:
-        TrainingError: on every rank; the folder cannot be made.
+        TrainingError: on every rank, if the folder cannot be made.
     """
     _on_first_rank(lambda: _make_room(folder), folder)
     return Saving(policy, folder, state, snapshot=snapshot)
 
 
 def save_checkpoint(policy: Policy, folder: Path, state: dict[str, Any]) -> None:
-    """Write one checkpoint; see :func:`begin_save`. Collective."""
+    """Write a checkpoint, in the foreground; see :func:`begin_save`. Collective."""
     begin_save(policy, folder, state, snapshot=False).finish(wait=True)
 
 
 def load_checkpoint(policy: Policy, folder: Path) -> dict[str, Any]:
-    """Restore the policy and its optimizer; returns the trainer's state. Collective.
+    """Restore the policy and its optimizer, and return the trainer's state. Collective.
 
-    The learning rate and the other settings of the optimizer are the run's, not the checkpoint's.
+    Learning rate and other optimizer settings come from the run, not from the checkpoint.
 
     Raises:
-        InputError: on every rank; the folder is not a checkpoint of this trainer and model, is damaged, or
+        InputError: on every rank, if the folder is not a checkpoint of this trainer and model, is damaged, or
             holds a pickle that could run code.
-        TrainingError: on every rank; a file cannot be read, again and again, or this user may not.
+        TrainingError: on every rank, if a file cannot be read; transient errors are retried first.
     """
     _alike(lambda: _check_files(folder))
     state = _alike(lambda: _read_state(folder))
@@ -192,8 +183,8 @@ def load_checkpoint(policy: Policy, folder: Path) -> dict[str, Any]:
 
 
 def _alike(read: Callable[[], T]) -> T:
-    """Call ``read``, and return its result once it has one on every rank; all raise the first ``InputError``,
-    or a ``TrainingError`` where a file, which may be whole, cannot be read. Collective."""
+    """Return the result of ``read`` if it succeeds on every rank. Else raise the same error on all ranks:
+    ``TrainingError`` for an unreadable file, which may be intact, or ``InputError``. Collective."""
     result: T | None = None
     problem: tuple[bool, str] | None = None
     try:
@@ -202,22 +193,22 @@ def _alike(read: Callable[[], T]) -> T:
         problem = failed_read(error) is None, str(error)
     problems: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
-    # What could not be read comes first: it may be whole.
+    # Read errors come first: False sorts before True.
     for damaged, text in sorted(filter(None, problems)):
         if damaged:
             raise InputError(text)
         raise TrainingError(
-            f"the checkpoint cannot be read: {text}. Nothing was changed: it may be whole. Mend the file "
-            "system or the rights, then continue with --resume"
+            f"the checkpoint cannot be read: {text}. It may be intact, and was not changed. Fix the file "
+            "system or the permissions, then continue with --resume"
         )
     return cast(T, result)
 
 
 def _check_files(folder: Path) -> None:
-    """Raise ``InputError`` unless this rank's share of the files is what was written."""
+    """Verify the hashes of this rank's share of the files; raise ``InputError`` if one differs."""
     if not (folder / SUMS).exists():
-        _read_state(folder)  # names a folder that is no checkpoint of ours
-        raise InputError(f"{folder / SUMS} not found; it has the hash of every file")
+        _read_state(folder)  # raises if the folder is not a checkpoint of this trainer
+        raise InputError(f"{folder / SUMS} is missing; it has the hash of every file")
     sums = read_sums(folder)
     check_sums(folder, {name: sums[name] for name in sorted(sums)[dist.get_rank() :: dist.get_world_size()]})
 
@@ -233,7 +224,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A box of a global tensor, and its values."""
+    """A box of a global tensor, with its values."""
 
     key: str
     shape: tuple[int, ...]
@@ -245,7 +236,7 @@ class _Entry:
 
 
 def _entries(states: Iterable[ParameterState]) -> Iterator[_Entry]:
-    """The boxes that this rank writes; the values are views."""
+    """Yield the boxes that this rank writes; the values are views."""
     for state in states:
         for block in (block for block in state.blocks if block.first_copy):
             for (at, sizes), first, end in _pieces(block, state.own.start, state.own.stop, _BOX_BYTES // 4):
@@ -254,8 +245,8 @@ def _entries(states: Iterable[ParameterState]) -> Iterator[_Entry]:
 
 
 def _pieces(block: Block, first: int, end: int, limit: int) -> Iterator[tuple[Box, int, int]]:
-    """Boxes of at most ``limit`` values of the global tensor that hold what the block has of the values
-    ``first`` to ``end`` of its parameter, each with the first of its values and the end."""
+    """Cut the block's share of the parameter's values ``first`` to ``end`` into boxes of the global tensor,
+    each of at most ``limit`` values; yield each box with its first value and end in the parameter."""
     at, end = max(first, block.start), min(end, block.end)
     for offsets, sizes in boxes(block.sizes, at - block.start, end - block.start, limit=limit):
         stop = at + math.prod(sizes)
@@ -264,13 +255,13 @@ def _pieces(block: Block, first: int, end: int, limit: int) -> Iterator[tuple[Bo
 
 
 def _tensors(state: ParameterState, key: str, first: int, end: int) -> Iterator[tuple[str, Tensor]]:
-    """Weight and optimizer's values ``first`` to ``end`` of a parameter, under their keys."""
+    """Yield the values ``first`` to ``end`` of a parameter and of its optimizer state, under their keys."""
     yield key, state.parameter.detach().view(-1)[first:end]
     here = slice(first - state.first, end - state.first)
     if state.has_main_copy:
         yield _state_key(_MAIN, key), state.main[here]
     for name in MOMENTS:
-        # None before the first step.
+        # There are no moments before the first step.
         values = state.moments[name] if name in state.moments else torch.zeros_like(state.main)
         yield _state_key(name, key), values[here]
 
@@ -280,7 +271,7 @@ def _state_key(what: str, key: str) -> str:
 
 
 def _taken(entries: deque[_Entry]) -> Iterator[_Entry]:
-    """Yield one after the other, each forgotten when the next is asked for."""
+    """Yield the entries, releasing each when the next is requested."""
     while entries:
         yield entries.popleft()
 
@@ -293,7 +284,7 @@ def _read_parameters(policy: Policy, reader: ChunkReader, steps: int) -> None:
             main = _state_key(_MAIN, block.key)
             if main not in reader:
                 main = block.key
-            # With fp32 weights there is no other copy: they come from the exact one.
+            # fp32 weights have no main copy, so read them from the checkpoint's exact one.
             weights = block.key if state.parameter.dtype.itemsize < 4 else main
             _read(reader, weights, block, state.parameter.detach().view(-1), 0)
             if state.has_main_copy:
@@ -303,7 +294,7 @@ def _read_parameters(policy: Policy, reader: ChunkReader, steps: int) -> None:
 
 
 def _read(reader: ChunkReader, key: str, block: Block, target: Tensor, first: int) -> None:
-    """Fill what ``target``, values of the parameter from ``first`` on, has of the block."""
+    """Fill the block's values in ``target``, which holds values of the parameter from ``first`` on."""
     pieces = _pieces(block, first, first + target.numel(), sys.maxsize)
     wanted = [(box, target[at - first : stop - first].view(box[1])) for box, at, stop in pieces]
     if wanted:
@@ -314,10 +305,10 @@ def _check_shape(reader: ChunkReader, block: Block, vocab_size: int) -> None:
     stored = reader.shape(block.key)
     if stored == block.shape:
         return
-    # The rows that pad the vocabulary depend on the layout; the others must be there.
+    # Only the rows that pad the vocabulary may differ: they depend on the layout.
     if block.padded and stored[1:] == block.shape[1:] and stored[0] >= vocab_size:
         return
-    raise InputError(f"{reader.folder}: {block.key} is {stored}; the model makes it {block.shape}")
+    raise InputError(f"{reader.folder}: {block.key} has shape {stored}; the model needs {block.shape}")
 
 
 def _partial(folder: Path) -> Path:
@@ -325,7 +316,7 @@ def _partial(folder: Path) -> Path:
 
 
 def _make_room(folder: Path) -> None:
-    """Make the folder to write in; what killed runs left beside it goes, if it can."""
+    """Make the folder to write in, and try to delete partial folders of killed runs beside it."""
     for left in folder.parent.glob("*.partial"):
         shutil.rmtree(left, ignore_errors=True)
     partial = _partial(folder)
@@ -335,7 +326,7 @@ def _make_room(folder: Path) -> None:
 
 
 def _on_first_rank(action: Callable[[], None], folder: Path) -> None:
-    """Do it on the first rank; an error of the file system is raised on every rank. Collective."""
+    """Run ``action`` on the first rank; raise ``TrainingError`` on all if it fails. Collective."""
     problem = None
     if dist.get_rank() == 0:
         try:
@@ -346,6 +337,6 @@ def _on_first_rank(action: Callable[[], None], folder: Path) -> None:
     problem = share(problem, group=dist.group.WORLD)
     if problem is not None:
         raise TrainingError(
-            f"{folder}: the checkpoint could not be written: {problem}. Those before it are complete: make "
-            "room, then continue with --resume."
+            f"{folder}: the checkpoint could not be written: {problem}. Earlier checkpoints are complete: "
+            "fix the cause, then continue with --resume."
         )

@@ -1,8 +1,7 @@
-"""Matrix products in float32 on a CPU that is not Intel's, by oneDNN.
+"""float32 matrix products by oneDNN on AMD CPUs.
 
-torch takes MKL for them, which uses vectors of 256 bits on processors of AMD, also where they have 512.
-oneDNN, which is in torch as well, takes half the time (``python benchmarks/cpu_products.py``). Neither is
-exact: their sums differ in order.
+torch uses MKL, which is limited to 256-bit vectors on AMD CPUs that have 512-bit ones. oneDNN, which is part
+of torch, takes half the time (``python benchmarks/cpu_products.py``). Results differ by rounding only.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _FEWEST_PRODUCTS = 2**24
-"""Of numbers, from which on oneDNN is asked: its first call of a shape takes a millisecond."""
+"""Fewest multiplications for which oneDNN is used: its first call with a shape takes a millisecond."""
 _PIECE_BYTES = 16 * 2**20
-"""Of a result that is added to another tensor: it is held beside that."""
+"""Bytes of the pieces in which a product is added to another tensor; each piece needs a buffer."""
 _LARGEST, _SMALLEST, _STEP = 1024, 64, 16
-"""Blocks of tokens: powers of two between the first two, and multiples of the last. oneDNN holds a megabyte
-or two for every shape that it has met, and packs differ in length."""
+"""Token blocks are powers of two between the first two, and a remainder padded to a multiple of the last:
+oneDNN keeps 1 to 2 MB per shape, and packs differ in length."""
 _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 
 
 def onednn_is_faster() -> bool:
-    """True on processors of AMD that have vectors of 512 bits."""
+    """Return True on AMD CPUs with AVX-512."""
     try:
         vendor = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -38,10 +37,10 @@ def onednn_is_faster() -> bool:
 
 @functools.cache
 def install_products() -> None:
-    """Have torch ask oneDNN from now on, in this process. Calling it again does nothing."""
+    """Make torch use oneDNN for the rest of this process. A second call does nothing."""
     for name, product in (("mm", _mm), ("addmm.out", _addmm_out)):
         kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
-        with warnings.catch_warnings():  # of what allow_override says
+        with warnings.catch_warnings():  # allow_override warns
             warnings.simplefilter("ignore")
             product = functools.partial(product, kernel)
             _library.impl(  # type: ignore[no-untyped-call]
@@ -67,11 +66,11 @@ def _addmm_out(
     beta: Any = 1,
     alpha: Any = 1,
 ) -> Tensor:
-    """out = beta · added + alpha · left @ right"""
+    """out = beta · added + alpha · left @ right."""
     if added is not out or beta not in (0, 1) or out.dtype != left.dtype or not _is_large(left, right):
         torchs.call_boxed(keys, added, left, right, beta=beta, alpha=alpha, out=out)
         return out
-    # Pieces of the longer side.
+    # Cut along the longer side.
     rows, columns = out.shape
     pieces = -(-out.nbytes // _PIECE_BYTES)
     if rows >= columns:
@@ -91,8 +90,8 @@ def _is_large(left: Tensor, right: Tensor) -> bool:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right in blocks of tokens: these are the rows or, in the gradient of a weight, where left is
-    transposed, what the sums are over."""
+    """left @ right in blocks of tokens. Tokens are the rows of left or, if left is transposed as in a weight
+    gradient, the inner dimension."""
     if left.stride(0) == 1:
         sizes = _blocks(left.shape[1])
         pieces = zip(torch.split(left, sizes, 1), torch.split(right, sizes), strict=True)
@@ -102,7 +101,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _blocks(count: int) -> list[int]:
-    """Powers of two, from large to small, and what is left."""
+    """Split ``count`` into powers of two, from large to small, and a remainder."""
     sizes, size = list[int](), _LARGEST
     while size >= _SMALLEST:
         sizes += [size] * (count // size)
@@ -111,7 +110,7 @@ def _blocks(count: int) -> list[int]:
 
 
 def _block(left: Tensor, right: Tensor) -> Tensor:
-    """The product of a block, with zeros up to the next multiple."""
+    """Multiply one block, padded with zeros to a multiple of ``_STEP``."""
     rows, inner = left.shape
     if left.stride(0) == 1:
         if missing := -inner % _STEP:
@@ -119,7 +118,7 @@ def _block(left: Tensor, right: Tensor) -> Tensor:
     elif missing := -rows % _STEP:
         left = F.pad(left, (0, 0, 0, missing))
     if not (right.is_contiguous() or right.t().is_contiguous()):
-        # Columns of a wider tensor, as adapters of gate and up have them: oneDNN has slow code for these.
+        # Column slices of a wider tensor, as for adapters of gate and up, are slow in oneDNN.
         right = right.contiguous()
     out: Tensor = _linear(left, right.t(), None, "none", [], "")
     return out[:rows]

@@ -1,16 +1,15 @@
-"""Next-token distributions from the training model itself, with a KV cache, in the layout of the training.
+"""Next-token distributions from the training model, with a KV cache, in the training layout.
 
-Rows that share a cache stand at the same position, so prompts of different lengths decode together like
-this: all rows prefill as many tokens as the shortest prompt has; from there on, a row whose prompt goes on
-is fed its next prompt token in place of a sampled one. No padding, no attention mask, exact positions.
+All rows of a cache are at the same position. To decode prompts of different lengths together, all rows
+prefill as many tokens as the shortest prompt has; from then on, a row with prompt tokens left is fed the next
+one instead of a sampled token. So there is no padding and no attention mask, and positions are exact.
 
-All ranks of one model copy step together: tensor ranks each with their heads, pipeline stages one after the
-other, context-parallel ranks each the whole row. Under expert parallel data-parallel ranks do, too: a row may
-need the experts of any. Made for small models, tests and the demo.
+All ranks of a model copy step together: tensor-parallel ranks compute their heads, pipeline stages run one
+after the other, and each context-parallel rank computes whole rows. With expert parallelism data-parallel
+ranks step together, too, as a row may need experts of any rank. Meant for small models, tests and the demo.
 
-Megatron's contexts for inference are left aside: the one that runs on any device keeps keys that are not
-rotated, and rotates all of them for every token. Here layers run as in training, and their core attention is
-replaced by one that remembers.
+Layers run as in training, with their core attention replaced by one that has a cache. Megatron's inference
+context for any device would rotate all keys again for every token.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_fspo.parallel.groups import ParallelGroups, any_rank, of_first_rank
 
-# Where Megatron keeps the flag that splits activations over tensor ranks.
+# Attributes in which Megatron keeps the flag for sequence parallelism.
 _SEQUENCE_PARALLEL_FLAGS = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
 
 
 class _CachedAttention(Module):
-    """Core attention of a session, whatever the layers: each token to itself and to all fed before it."""
+    """Core attention of a session, for any kind of layers: each token attends to itself and all before it."""
 
     cache: Tensor
-    """[2, b, g, max_tokens, d]: keys, rotated, and values."""
+    """[2, b, g, max_tokens, d]: rotated keys, and values."""
 
     def __init__(self, max_tokens: int) -> None:
         super().__init__()
         self._max_tokens, self._length = max_tokens, 0
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Attend: query [s, b, h, d], key and value [s, b, g, d] -> [s, b, h * d]."""
+        """Attend: query [s, b, h, d], key and value [s, b, g, d] → [s, b, h·d]."""
         tokens, rows, groups, size = key.shape
         start, self._length = self._length, self._length + tokens
         if start == 0:
@@ -55,12 +54,12 @@ class _CachedAttention(Module):
             out = scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
             return out.permute(2, 0, 1, 3).flatten(2)
         assert tokens == 1
-        # Heads that share a key are queries of one head, so that no key is repeated for them.
+        # Treat heads that share a key as queries of one head, so that keys need not be repeated.
         out = scaled_dot_product_attention(query.reshape(rows, groups, -1, size), keys, values)
         return out.reshape(1, rows, -1)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Make these rows of the cache all that it has; only those that get another place are copied."""
+        """Set the cache to these of its rows, in this order; only rows that move are copied."""
         before, moved = self.cache, [place for place, row in enumerate(rows) if row != place]
         if len(rows) > before.shape[1]:
             self.cache, moved = before.new_empty(2, len(rows), *before.shape[2:]), list(range(len(rows)))
@@ -71,7 +70,7 @@ class _CachedAttention(Module):
 
 
 class _Rotary(Module):
-    """Angles of the tokens that are fed; whole rows, also on a context-parallel rank."""
+    """RoPE angles of the fed tokens, for whole rows also on context-parallel ranks."""
 
     def __init__(self, angles: Module, max_tokens: int) -> None:
         super().__init__()
@@ -79,21 +78,15 @@ class _Rotary(Module):
         self.positions = slice(0)
 
     def get_rotary_seq_len(self, *_: Any) -> int:
-        return 0  # forward() knows
+        return 0  # forward() ignores it
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         return self._angles[self.positions]
 
 
 class Decoder:
-    """Steps a batch of rows through the model.
-
-    Args:
-        chunks: the bare model chunks of this rank; every rank of a model copy calls the same methods with
-            the same arguments.
-        groups: the run's.
-        vocab_size: without padding.
-    """
+    """Decodes a batch of sequences token by token. Every rank of a model copy calls the same methods with the
+    same arguments. ``chunks`` are this rank's, unwrapped; ``vocab_size`` is without padding."""
 
     def __init__(self, chunks: Sequence[GPTModel], groups: ParallelGroups, *, vocab_size: int) -> None:
         self._chunks = list(chunks)
@@ -106,11 +99,8 @@ class Decoder:
 
     @contextmanager
     def session(self, *, rows: int, max_tokens: int) -> Iterator[None]:
-        """Hold a cache for ``rows`` sequences of up to ``max_tokens`` tokens, prompt included.
-
-        Within it the model is in evaluation mode, and sequence and context parallel are off: one token
-        cannot be split over ranks.
-        """
+        """Hold a cache for ``rows`` sequences of up to ``max_tokens`` tokens, prompt included. Inside, the
+        model is in evaluation mode, without sequence and context parallelism: one token cannot be split."""
         training = self._chunks[0].training
         for chunk in self._chunks:
             chunk.eval()
@@ -118,7 +108,7 @@ class Decoder:
         outside = [getattr(owner, name) for owner, name, _ in settings]
         for setting in settings:
             setattr(*setting)
-        # The next token is that after the last one.
+        # Only the last position predicts a new token.
         heads = [chunk.output_layer for chunk in self._chunks if chunk.post_process]
         hooks = [head.register_forward_pre_hook(lambda _, args: (args[0][-1:], *args[1:])) for head in heads]
         self._length = 0
@@ -134,25 +124,19 @@ class Decoder:
                 chunk.train(training)
 
     def feed(self, tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Append tokens to every row.
-
-        Args:
-            tokens: one list per row, all of one length.
-
-        Returns:
-            logits [rows, vocab_size] of the token that follows, fp32, the same on every rank.
-        """
+        """Append equally many tokens to every row; return the logits of the next token [rows, vocab_size],
+        fp32, the same on every rank. Collective."""
         self._one_has_tokens(True)
         return self._step(tokens)
 
     def finish(self) -> None:
-        """Lend the experts of this rank to others until all have come here. Collective; not in a session."""
+        """Compute this rank's experts for other ranks until all call this. Collective; not in a session."""
         while self._one_has_tokens(False):
             with self.session(rows=1, max_tokens=1):
                 self._step([[0]])
 
     def _one_has_tokens(self, mine: bool) -> bool:
-        """Return True if there is a step to take: on any rank, where ranks share experts."""
+        """Return True if this rank has tokens or, with expert parallelism, if any rank has."""
         if not self._shares_experts:
             return mine
         return any_rank(mine, device=next(self._chunks[0].parameters()).device)
@@ -168,7 +152,7 @@ class Decoder:
         stages, mine = self._pipeline.size(), self._pipeline.rank()
         ranks = dist.get_process_group_ranks(self._pipeline)
         last = stages * len(self._chunks) - 1
-        # [s, b, H] on its way from stage to stage; virtual stages go around the pipeline several times.
+        # [s, b, H], passed from stage to stage; with virtual stages, several times around the pipeline.
         hidden = ids.new_empty(
             (ids.shape[1], ids.shape[0], self._chunks[0].config.hidden_size), dtype=parameter.dtype
         )
@@ -191,22 +175,21 @@ class Decoder:
         return logits
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Make these the rows of the cache, in the given order; a row that comes twice is copied."""
+        """Set the cache to these of its rows, in this order; a row may occur several times."""
         for chunk in self._chunks:
             for layer in chunk.decoder.layers:
                 layer.self_attention.core_attention.keep(rows)
 
     def settle(self, values: Tensor) -> Tensor:
-        """One rank's values on all ranks of the model copy: of whatever decides which tokens come next."""
+        """Return the first rank's values on all ranks of a model copy, so that all choose the same tokens."""
         return of_first_rank(values, *self._sharers)
 
 
 def _settings(chunks: Sequence[GPTModel], max_tokens: int) -> Iterator[tuple[Any, str, Any]]:
-    """(object, attribute, value) of what a session replaces."""
+    """Yield (object, attribute, value) of each attribute that a session replaces."""
     modules: list[Module] = [module for chunk in chunks for module in chunk.modules()]
     if chunks[0].config.fp8:
-        # A few tokens are no multiple of what FP8 takes, and its copies of the weights are those of the last
-        # pass of the schedule.
+        # FP8 needs more than a few tokens, and its copies of the weights date from the schedule's last pass.
         yield chunks[0].config, "fp8", None
     for owner in (*modules, chunks[0].config):
         for flag in _SEQUENCE_PARALLEL_FLAGS:

@@ -1,4 +1,4 @@
-"""Transformer Engine on this machine: whether it is there, and what it can do."""
+"""Whether Transformer Engine works on this machine, and what it supports."""
 
 from __future__ import annotations
 
@@ -14,46 +14,45 @@ FP8_RECIPES = {
     "blockwise": "is_fp8_block_scaling_available",
     "mxfp8": "is_mxfp8_available",
 }
-"""Recipe → the function of ``transformer_engine.pytorch`` that says if this GPU runs it."""
+"""Recipe → function of ``transformer_engine.pytorch`` that tells whether this GPU supports it."""
 
 
 @functools.cache
 def engine_problem() -> str | None:
-    """The reason why Transformer Engine cannot be used here, as half a sentence; None if it can.
+    """Return why Transformer Engine cannot be used here, as a clause; None if it can.
 
-    The bare metapackage is not enough: layers need the compiled torch extension, of the same version. Where
-    it does not import, it counts as not installed for the rest of this process: Megatron expects an
-    ImportError or none at all, and would not import, either.
+    Layers need the compiled torch extension, of the same version as the metapackage. If its import fails, the
+    package counts as not installed in this process, because Megatron handles no error but ``ImportError``.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed"
     try:
         import transformer_engine.pytorch  # noqa: F401
-    except Exception as error:  # what it raises depends on what is wrong: also AssertionError and OSError
+    except Exception as error:  # also AssertionError and OSError
         for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
             del sys.modules[name]
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]
         reason = next(iter(str(error).strip().rstrip(".").splitlines()), "")
-        return f"transformer_engine.pytorch does not import ({type(error).__name__}: {reason})"
+        return f"transformer_engine.pytorch cannot be imported ({type(error).__name__}: {reason})"
     return None
 
 
 def engine_version() -> str:
-    """Version of the package; ``transformer_engine.pytorch`` must be there."""
+    """Version of Transformer Engine, which must be importable."""
     import transformer_engine
 
     return str(transformer_engine.__version__)
 
 
 def cudnn_version() -> str:
-    """Version of the cuDNN that Transformer Engine loaded."""
+    """Version of cuDNN that Transformer Engine loaded."""
     from transformer_engine.pytorch.utils import get_cudnn_version
 
     return ".".join(map(str, get_cudnn_version()))
 
 
 def fp8_problems() -> dict[str, str | None]:
-    """Recipe → why this GPU does not run it; None where it does."""
+    """Recipe → why this GPU does not support it; None if it does."""
     import transformer_engine.pytorch as engine
 
     problems: dict[str, str | None] = {}
@@ -67,9 +66,9 @@ def fp8_problems() -> dict[str, str | None]:
 def attention_backend(
     *, num_heads: int, num_kv_heads: int, head_dim: int, max_tokens: int, context: int = 1
 ) -> str:
-    """The attention that Transformer Engine takes for packed bf16 sequences of at most ``max_tokens``, with
-    the heads of one rank and this context parallel size: ``flash``, ``fused``, ``unfused`` (memory grows with
-    the square of the length) or ``none``."""
+    """Return the attention that Transformer Engine uses for packed bf16 sequences of up to ``max_tokens``:
+    ``flash``, ``fused``, ``unfused`` (memory grows with the square of the length) or ``none``. Heads are
+    those of one rank; ``context`` is the context-parallel size."""
     from transformer_engine.pytorch.attention.dot_product_attention.utils import (
         AttentionParams,
         get_attention_backend,

@@ -1,8 +1,8 @@
-"""FP8 that was asked for is there, or the run does not start.
+"""Checks that a run that requests FP8 gets it.
 
-Megatron takes delayed scaling for a recipe it does not know, and bfloat16 where Transformer Engine is
-missing; modules that cannot multiply in FP8 do not say so. So the machine is asked before anything is built,
-and modules are looked at after a first short pass.
+Megatron falls back silently: to delayed scaling for an unknown recipe, to bfloat16 without Transformer Engine
+or in modules that cannot multiply in FP8. So we check the machine before building a model, and the modules
+after a first short pass.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from megatron_fspo.mcore.score import score_sequences
 from megatron_fspo.weights import Architecture
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""The modules of a dense layer that multiply in FP8."""
+"""Modules of a dense layer that multiply in FP8."""
 
 
 def check_fp8(
     fp8: FP8, backend: Backend, arch: Architecture, parallel: Parallel, *, machine: bool = True
 ) -> None:
-    """Raise ``InputError`` unless these sizes, and this machine if it is to be asked, run the recipe."""
+    """Raise ``InputError`` unless the model's sizes and, with ``machine``, this GPU support the recipe."""
     if fp8.recipe == "none":
         return
     asked = f"fp8.recipe = {fp8.recipe}"
     if backend.layers != "transformer_engine":
-        raise InputError(f"{asked} needs layers of Transformer Engine; this run has {backend.layers} ones")
+        raise InputError(f"{asked} needs layers of Transformer Engine; this run has {backend.layers} layers")
     problem = fp8_problems()[fp8.recipe] if machine else None
     if problem is not None:
         raise InputError(f"{asked} does not run on {torch.cuda.get_device_name()}: {problem}")
@@ -61,7 +61,7 @@ def check_fp8(
 
 @contextmanager
 def without_fp8(model: Model) -> Iterator[None]:
-    """Within it the model multiplies in bfloat16, with the weights as they are now."""
+    """Context manager: the model multiplies in bfloat16, with its current weights."""
     fp8, model.config.fp8 = model.config.fp8, None
     try:
         yield
@@ -70,13 +70,10 @@ def without_fp8(model: Model) -> Iterator[None]:
 
 
 def probe_fp8(model: Model) -> int:
-    """Count the matrices of the whole model that multiply in FP8, after a pass of two tokens. Collective.
-
-    Returns:
-        0 where none is asked for.
+    """Count the whole model's matrices that multiply in FP8, by a pass over two tokens. Collective.
 
     Raises:
-        TrainingError: one that should does not. On every rank.
+        TrainingError: on every rank, if a matrix that should multiply in FP8 does not.
     """
     if model.fp8.recipe == "none":
         return 0
@@ -100,7 +97,7 @@ def probe_fp8(model: Model) -> int:
         else:
             wrong = wrong or f"{name} ({type(module).__name__})"
     if model.groups.tp.rank() or model.groups.dp_cp.rank():
-        count = 0  # the first of the ranks that hold a stage counts
+        count = 0  # only the first rank of each stage counts
     every: list[tuple[int, str]] = [(0, "")] * dist.get_world_size()
     dist.all_gather_object(every, (count, wrong))
     missing = [(rank, text) for rank, (_, text) in enumerate(every) if text]
@@ -114,7 +111,7 @@ def probe_fp8(model: Model) -> int:
 
 
 def _linears(model: Model) -> Iterator[tuple[str, Module]]:
-    """Modules of this rank that are to multiply in FP8, with their names."""
+    """Yield name and module of this rank's modules that should multiply in FP8."""
     for chunk in model.chunks:
         for layer in chunk.decoder.layers:
             if is_first_last_bf16_layer(model.config, layer.layer_number - 1):

@@ -1,4 +1,4 @@
-"""Hugging Face weights into and out of a running model, whatever its layout."""
+"""Loading and exporting Hugging Face weights of a running model, in any parallel layout."""
 
 from __future__ import annotations
 
@@ -29,16 +29,14 @@ from megatron_fspo.weights import (
 
 
 def load_hf(model: Model, checkpoint: Path, *, seed: int = 0) -> None:
-    """Fill every parameter from a checkpoint; each rank reads its slices only. ``seed`` names the random
-    values of adapters.
-
-    Every rank of the job calls it, and waits for the slowest.
+    """Fill every parameter from a checkpoint, and adapters from ``seed``. Each rank reads only its slices.
+    Collective.
 
     Raises:
-        InputError: the checkpoint is not of the model's architecture, or is damaged.
+        InputError: the checkpoint is of another architecture than the model, or damaged.
     """
     loaded, groups = fill(model, open_checkpoint(checkpoint, model.arch)), model.groups
-    groups.control.meet(f"{checkpoint} to be read")
+    groups.control.meet(f"all ranks to read {checkpoint}")
     stage = gather_lists(loaded, group=groups.ep)
     check_coverage(gather_lists(stage, group=groups.pp), model.arch)
     fill_adapters(model, partial(first_values, seed=seed))
@@ -46,7 +44,7 @@ def load_hf(model: Model, checkpoint: Path, *, seed: int = 0) -> None:
 
 
 def fill(model: Model, reader: Reader) -> list[str]:
-    """Copy this rank's part of a checkpoint into the model; returns the names of the tensors used."""
+    """Copy this rank's slices of a checkpoint into the model; return the names of the tensors used."""
     loaded: list[str] = []
     for chunk in model.chunks:
         loaded += load_into(
@@ -64,7 +62,7 @@ def fill(model: Model, reader: Reader) -> list[str]:
 
 @torch.no_grad()
 def fill_adapters(model: Model, values: Callable[[str, tuple[int, ...]], Tensor]) -> None:
-    """Set every factor to this rank's part of ``values(name, shape)``; the names are those of
+    """Set every adapter factor to this rank's slice of ``values(name, shape)``; names and shapes are those of
     :func:`~megatron_fspo.weights.table.adapter_shapes`."""
     size, rank = model.groups.tp.size(), model.groups.tp.rank()
     for chunk in model.chunks:
@@ -77,11 +75,8 @@ def fill_adapters(model: Model, values: Callable[[str, tuple[int, ...]], Tensor]
 
 
 def export_hf(model: Model, out: Path, *, source: Path) -> None:
-    """Write the model as a Hugging Face checkpoint; config and tokenizer come from ``source``.
-
-    Collective: every rank calls it; rank 0 writes, one tensor in memory at a time, and appears at ``out``
-    only when complete.
-    """
+    """Write the model as a Hugging Face checkpoint; config and tokenizer come from ``source``. Collective.
+    Rank 0 writes, with one tensor in memory at a time; ``out`` appears only when complete."""
     tensors = ((name, tensor.cpu()) for name, tensor in hf_tensors(model))
     if dist.get_rank() == 0:
         names = {"tensor": "tp", "pipeline": "pp", "context": "cp", "expert": "ep", "data": "dp"}
@@ -90,36 +85,35 @@ def export_hf(model: Model, out: Path, *, source: Path) -> None:
     else:
         for _ in tensors:
             pass
-    model.groups.control.meet(f"{out} to be written")
+    model.groups.control.meet(f"the first rank to write {out}")
 
 
 def export_adapters(model: Model, out: Path, *, base: Path) -> None:
-    """Write the adapters as a folder that PEFT loads onto the model in ``base``. Collective, as
-    :func:`export_hf`."""
+    """Write the adapters as a folder that PEFT loads onto the model in ``base``. Collective."""
     adapters = model.arch.adapters
     assert adapters is not None
     tensors = [(name, tensor.cpu()) for name, tensor in adapter_tensors(model)]
     if dist.get_rank() == 0:
         write_adapters(out, tensors, adapters, base)
-    model.groups.control.meet(f"{out} to be written")
+    model.groups.control.meet(f"the first rank to write {out}")
 
 
 def adapter_tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """The factors of its adapters, as :func:`hf_tensors`."""
+    """Yield the factors of the model's adapters, like :func:`hf_tensors`."""
     return hf_tensors(
         model, [filter(lambda one: is_adapter(one[0]), chunk.named_parameters()) for chunk in model.chunks]
     )
 
 
 def scaled_adapter_tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """:func:`adapter_tensors` with the scale in B, for a server that multiplies by none."""
+    """:func:`adapter_tensors` with B multiplied by the scale, for a server that applies no scale."""
     assert model.arch.adapters is not None
     for name, tensor in adapter_tensors(model):
         yield name, tensor * model.arch.adapters.scale if ".lora_B." in name else tensor
 
 
 def base_tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """The model's weights without its adapters, as :func:`hf_tensors`."""
+    """Yield the model's weights without adapters, like :func:`hf_tensors`."""
     return hf_tensors(
         model,
         [filterfalse(lambda one: is_adapter(one[0]), chunk.named_parameters()) for chunk in model.chunks],
@@ -129,17 +123,19 @@ def base_tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
 def hf_tensors(
     model: Model, named: Sequence[Iterable[tuple[str, Tensor]]] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The model's tensors under their Hugging Face names, on the first rank of the job; per chunk, the
-    (Megatron name, tensor) pairs of ``named`` are exported. By default its parameters, with adapters added.
+    """Yield the model's tensors under their Hugging Face names, on the first rank of the job.
 
-    Collective: every rank runs it to its end; the others get nothing. The tensors are on the model's device,
-    so that an NCCL sender need not bring them back there.
+    Exports the (Megatron name, tensor) pairs of ``named``, one iterable per chunk; by default the parameters,
+    with adapters merged.
+
+    Collective: every rank must exhaust the iterator; it is empty on all but the first. Tensors are on the
+    model's device, so that NCCL can send them.
     """
     groups = model.groups
     if named is None:
         named = [merged_parameters(chunk, model.arch) for chunk in model.chunks]
-    # One copy of the model is enough. Megatron's order: a pipeline stage is a run of ranks; the first of it
-    # have the parts of its matrices, or its experts.
+    # One copy of the model suffices. In Megatron's order a pipeline stage is a range of ranks, the first of
+    # which hold all tensor-parallel shards, and all experts.
     stage_size = dist.get_world_size() // groups.pp.size()
     place, places = dist.get_rank() % stage_size, max(groups.tp.size(), groups.ep.size())
     if place >= places:
@@ -147,9 +143,8 @@ def hf_tensors(
     mine = _stage_tensors(model, named, place)
     copy = [stage * stage_size + at for stage in range(groups.pp.size()) for at in range(places)]
     for stage in range(groups.pp.size()):
-        # Whoever takes the tensors may take its time, on a slow disk; in a collective ranks wait for the next
-        # tensor only.
-        groups.control.meet(f"the weights of pipeline stage {stage} to be wanted", copy)
+        # The consumer may be slow, such as a disk. Meet, so that a collective waits for one tensor at most.
+        groups.control.meet(f"the first rank to request the weights of pipeline stage {stage}", copy)
         if place == 0:
             yield from _from_stage(mine, stage, groups.pp, model.backend.device)
         elif stage == groups.pp.rank():
@@ -160,7 +155,7 @@ def hf_tensors(
 def _stage_tensors(
     model: Model, named: Sequence[Iterable[tuple[str, Tensor]]], place: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """This pipeline stage's tensors, on its first rank; ``place`` is this rank's among those of the stage."""
+    """Yield this pipeline stage's tensors, on its first rank; ``place`` is this rank's index in the stage."""
     group, experts = model.groups.tp, model.groups.ep
     first = dist.get_process_group_ranks(group)[0]
 
@@ -185,7 +180,7 @@ def _stage_tensors(
             if not is_expert(name) and place < group.size():
                 yield from iterate_hf_tensors(one, model.arch, gather, offset)
             elif is_expert(name) and place < experts.size():
-                for source in range(experts.size()):  # an expert at a time: a rank may have many
+                for source in range(experts.size()):  # one expert at a time, to limit memory
                     before = source * model.arch.num_experts // experts.size()
                     yield from iterate_hf_tensors(one, model.arch, partial(fetch, source), offset, before)
 
@@ -193,7 +188,7 @@ def _stage_tensors(
 def _from_stage(
     mine: Iterator[tuple[str, Tensor]], stage: int, group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Bring the tensors of one pipeline stage to the first: name and shape, then the values, one by one."""
+    """Send the tensors of one pipeline stage to the first stage, one by one: header, then values."""
     source = dist.get_process_group_ranks(group)[stage]
     owner, writer = group.rank() == stage, group.rank() == 0
     if stage == 0:

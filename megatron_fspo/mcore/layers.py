@@ -1,7 +1,7 @@
 """Norm and attention that run on any device, for Megatron's layer spec.
 
-Shape legend: s sequence, b batch, h heads, g KV heads, d head size, t tokens of a packed micro-batch that
-this rank holds (1 / cp of them under context parallel).
+Shapes: h heads, g KV heads, d head size, t tokens of a packed micro-batch on this rank (1 / cp of them under
+context parallelism).
 """
 
 from __future__ import annotations
@@ -29,22 +29,21 @@ from megatron_fspo.packing.zigzag import gathered_positions, local_positions
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm whose gradient Megatron sums over tensor ranks under sequence parallel."""
+    """RMSNorm whose gradient Megatron sums over tensor-parallel ranks under sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        # finalize_model_grads looks for this attribute: each rank sees only its slice of the sequence.
+        # finalize_model_grads reads this attribute; each rank sees only its slice of the tokens.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
-    """Causal attention by ``scaled_dot_product_attention``; packed sequences do not see one another.
+    """Causal attention in torch; packed sequences do not attend to one another.
 
-    Megatron's own ``DotProductAttention`` refuses packed inputs and context parallel, and stores the [s, s]
-    scores. Under context parallel the keys and values of all ranks are gathered (one all-gather forward, one
-    reduce-scatter backward) and each rank attends with its own queries: meant for CPU runs and as a
-    reference; on GPUs Transformer Engine's ring attention does not hold all keys.
-    Not supported: attention dropout, sliding windows, inputs that are not packed.
+    Megatron's ``DotProductAttention`` supports neither packed inputs nor context parallelism, and stores all
+    scores. Under context parallelism each rank gathers all keys and values (one all-gather in forward, one
+    reduce-scatter in backward). Meant for CPU runs and as a reference: on GPUs, Transformer Engine's ring
+    attention saves memory. Not supported: dropout, sliding windows, unpacked inputs.
     """
 
     def __init__(
@@ -72,21 +71,9 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attend.
-
-        Args:
-            query: [t, h, d].
-            key: [t, g, d].
-            value: like ``key``.
-            attention_mask: must be None: the mask is causal.
-            attn_mask_type: not looked at.
-            attention_bias: must be None.
-            packed_seq_params: borders of the packed sequences, over all context-parallel ranks; and maybe the
-                micro-batch, of which some may share a prefix.
-
-        Returns:
-            [t, h * d].
-        """
+        """Attend: query [t, h, d], key and value [t, g, d] → [t, h·d]. ``attention_mask`` and
+        ``attention_bias`` must be None. ``packed_seq_params`` has the borders of the sequences, over all
+        context-parallel ranks, and optionally the micro-batch, with the prefixes that sequences share."""
         assert attention_mask is None and attention_bias is None and packed_seq_params is not None
         batch = getattr(packed_seq_params, "batch", None)
         borders = (packed_seq_params.cu_seqlens_q if batch is None else batch.on_host.borders).tolist()
@@ -96,11 +83,11 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
         return packed_attention(query, key, value, borders, prefixes, scale=self.softmax_scale).flatten(1)
 
     def _attend_zigzag(self, query: Tensor, key: Tensor, value: Tensor, borders: list[int]) -> Tensor:
-        """This rank's queries against the keys of all ranks, sequence by sequence. [t, h * d]"""
+        """Attend with this rank's queries to the keys of all ranks, sequence by sequence. → [t, h·d]"""
         size = self._cp.size()
         order, mine = (x.to(query.device) for x in _zigzag(tuple(borders), self._cp.rank(), size))
         both = gather_from_sequence_parallel_region(torch.stack([key, value], 1), group=self._cp)
-        # The gathered rows come rank after rank; put them back into the order of the sequences.
+        # Gathered rows are in rank order; restore the order of the sequences.
         key, value = both[order].unbind(1)
         lengths = [end - first for first, end in pairwise(borders)]
         shares = [length // size for length in lengths]
@@ -108,7 +95,7 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
         rows = zip(_split(shares, query, mine), _split(lengths, key, value), pairwise(borders), strict=True)
         for (q, places), (k, v), (first, end) in rows:
             seen = places[:, None] >= torch.arange(first, end, device=query.device)
-            # As a batch of one: with three dimensions torch takes its slowest kernel.
+            # Add a batch dimension: with three dimensions torch uses its slowest kernel.
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
             part = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=seen, scale=self.softmax_scale, enable_gqa=True
@@ -118,23 +105,21 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
 
 
 def _split(lengths: list[int], *tokens: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cut every tensor into its sequences.
-
-    Not by slices: the gradient of a slice is as large as the whole tensor, and there is one per sequence.
-    """
+    """Split every tensor into its sequences. Not by slices: in backward each slice allocates a gradient as
+    large as the whole tensor."""
     return zip(*(torch.split(x, lengths) for x in tokens), strict=True)
 
 
 @lru_cache(maxsize=4)
 def _zigzag(borders: tuple[int, ...], rank: int, size: int) -> tuple[Tensor, Tensor]:
-    """Positions of the whole row's tokens after a gather, and of this rank's in the row; the same for all
-    layers of a micro-batch."""
+    """Positions of the whole row's tokens after a gather, and of this rank's tokens in the row. Cached for
+    the other layers of the micro-batch."""
     whole = torch.tensor(borders)
     return gathered_positions(whole, size), local_positions(whole, rank, size)
 
 
 def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Megatron's local layers with our norm and attention: no Transformer Engine, any device."""
+    """Return the spec of Megatron's local layers with our norm and attention, for any device."""
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         qk_layernorm=config.qk_layernorm,
@@ -143,10 +128,10 @@ def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     if config.num_moe_experts:
-        # Checkpoints call norms as Transformer Engine does, which fuses this one into an MLP but not into
-        # experts; the local specification renames it for both.
+        # Checkpoints name norms as in Transformer Engine, which fuses this one into an MLP but not into
+        # experts; the local spec renames it for both.
         del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
-        # The router of 0.16.1 asks whether this is None, also where it was never imported.
+        # The router of megatron-core 0.16.1 reads this name even if it was never imported.
         vars(moe_utils).setdefault("te_general_gemm", None)
     attention = layer.submodules.self_attention.submodules
     if config.qk_layernorm:

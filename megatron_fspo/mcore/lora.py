@@ -1,8 +1,8 @@
-"""LoRA: adapters on Megatron's parallel linear layers, y = W x + scale · B A x, and W stays as it is.
+"""LoRA: adapters on Megatron's parallel linear layers, y = W x + scale · B A x with frozen W.
 
-A column-parallel layer (qkv, fc1) has A whole on each tensor-parallel rank and B cut by rows; a row-parallel
-one (proj, fc2) has A cut by columns and B whole. q, k and v have an A each, as gate and up have, as PEFT does
-it. Messages between tensor-parallel ranks are of r numbers per token and target::
+In a column-parallel layer (qkv, fc1) every tensor-parallel rank has all of A and a row slice of B; in a
+row-parallel one (proj, fc2), a column slice of A and all of B. As in PEFT, q, k, v, gate and up each have
+their own A. Collectives over tensor-parallel ranks carry r (the LoRA rank) numbers per token and target::
 
                     forward                      backward
     column          -                            all-reduce of d(A x)
@@ -10,8 +10,8 @@ it. Messages between tensor-parallel ranks are of r numbers per token and target
     row             all-reduce of A x            -
     row, SP         reduce-scatter of A x        all-gather of d(A x)
 
-Under sequence parallel the whole factor sees the tokens of its rank only: its mark ``sequence_parallel`` has
-Megatron sum its gradient over the ranks.
+Under sequence parallelism (SP) the unsliced factor sees only its rank's tokens; its attribute
+``sequence_parallel`` makes Megatron sum its gradient over the ranks.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ LINEAR = {
     "mlp.linear_fc1": ("gate", "up"),
     "mlp.linear_fc2": ("down",),
 }
-"""Linear layer of a transformer layer → its targets, in the order of its outputs."""
+"""Linear layer of a transformer layer → its LoRA targets, in the order of its outputs."""
 _MARK = ".adapters."
 
 
 def is_adapter(name: str) -> bool:
-    """Return True for a factor of an adapter, by Megatron's name."""
+    """Return True if a parameter's Megatron name is that of an adapter factor."""
     return _MARK in name
 
 
 def install_adapters(chunk: GPTModel, arch: Architecture, group: dist.ProcessGroup) -> None:
-    """Freeze a model chunk, and give its linear layers their adapters, NaN until they are filled."""
+    """Freeze a model chunk and add adapters to its linear layers; their values are NaN until filled."""
     adapters = arch.adapters
     assert adapters is not None
     chunk.requires_grad_(False)
@@ -59,7 +59,7 @@ def install_adapters(chunk: GPTModel, arch: Architecture, group: dist.ProcessGro
             if not set(targets).isdisjoint(adapters.targets):
                 _install(layer.get_submodule(name), targets, arch, group)
     if chunk.pre_process:
-        # Recompute runs layers on inputs that want no gradient as if they had none.
+        # Recomputed layers get no gradient unless an input requires one.
         chunk.embedding.register_forward_hook(_want_gradient)
 
 
@@ -94,7 +94,7 @@ def _install(module: Module, targets: tuple[str, ...], arch: Architecture, group
 
 
 def _outputs(target: str, arch: Architecture) -> int:
-    """Rows of a target's matrix."""
+    """Output size of a target's whole matrix."""
     if target in ("o", "down"):
         return arch.hidden_size
     return {"q": arch.q_size, "k": arch.kv_size, "v": arch.kv_size}.get(target, arch.ffn_size)
@@ -134,7 +134,7 @@ def _add_row(module: Module, args: Any, output: Any, *, arch: Architecture, grou
 
 @contextmanager
 def without_adapters(chunks: Iterable[Module]) -> Iterator[None]:
-    """Within it the model computes as it would without its adapters."""
+    """Context manager: the model computes without its adapters."""
     modules = [one for chunk in chunks for one in chunk.modules() if hasattr(one, "adapters_on")]
     for module in modules:
         vars(module)["adapters_on"] = False
@@ -146,17 +146,18 @@ def without_adapters(chunks: Iterable[Module]) -> Iterator[None]:
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """[..., inputs] → [..., outputs]; in two dimensions, as with three torch takes other kernels where it
-    keeps a graph than where it keeps none, and S would not be 0 before the first update."""
+    """[..., inputs] → [..., outputs]. Flattens to two dimensions: with three, torch's kernels differ with and
+    without autograd, and S would not be exactly 0 before the first update."""
     return F.linear(x.flatten(0, -2), weight).view(*x.shape[:-1], len(weight))
 
 
 def _in_order(sums: Mapping[str, Tensor], arch: Architecture, width: int) -> Tensor:
-    """Outputs [..., of a target] of a rank in the order of the layer's, [..., width]; 0 for other targets."""
+    """Arrange this rank's outputs of the targets in the layer's order, [..., width]; 0 for outputs without an
+    adapter."""
     some = next(iter(sums.values()))
     if sums.keys() <= {"gate", "up"}:
         widths, blocks = {"gate": width // 2, "up": width // 2}, 1
-    else:  # by query group: its query heads, its key head, its value head
+    else:  # per query group: query heads, key head, value head
         widths = {"q": arch.q_size // arch.num_kv_heads, "k": arch.head_dim, "v": arch.head_dim}
         blocks = width // sum(widths.values())
     lead = some.shape[:-1]
@@ -177,8 +178,8 @@ def _adapters(arch: Architecture) -> Adapters:
 
 
 def first_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """A factor of a whole model before training, float32: A uniform within ±1/√inputs as PEFT has it, B = 0.
-    The same in every layout."""
+    """Initial value of an unsliced factor, float32: A uniform within ±1/√inputs as in PEFT, B = 0. The same
+    in every layout."""
     if name.endswith("lora_B.weight"):
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
@@ -187,8 +188,7 @@ def first_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 @torch.no_grad()
 def merged_parameters(chunk: GPTModel, arch: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of each parameter as a model without adapters would have it: with them added in float32,
-    and rounded once."""
+    """Yield name and value of each base parameter with adapters merged: added in float32, rounded once."""
     modules = dict(chunk.named_modules()) if arch.adapters else {}
     for name, parameter in chunk.named_parameters():
         if is_adapter(name):
@@ -202,8 +202,8 @@ def merged_parameters(chunk: GPTModel, arch: Architecture) -> Iterator[tuple[str
 
 @torch.no_grad()
 def share_lost_by_merging(chunks: Iterable[Module], arch: Architecture) -> float:
-    """What rounding takes from the adapters in :func:`merged_parameters`: its norm over that of all that they
-    add; 0 where they add nothing. Collective over the job."""
+    """Rounding error of :func:`merged_parameters`: norm of the error over norm of what the adapters add; 0 if
+    they add nothing. Collective over the job."""
     chunks = list(chunks)
     sums = torch.zeros(2, dtype=torch.float64, device=next(chunks[0].parameters()).device)
     for module in (one for chunk in chunks for one in chunk.modules() if hasattr(one, "adapters_on")):
@@ -222,7 +222,7 @@ def _merged(module: Module, weight: Tensor, arch: Architecture) -> Tensor:
 
 
 def _added(module: Module, weight: Tensor, arch: Architecture) -> Tensor:
-    """What the adapters of a layer add to its weight: float32, or float64 where that is."""
+    """Return what a layer's adapters add to its weight, in float32, or float64 for a float64 weight."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     sums = {target: (one["b"].to(wide) @ one["a"].to(wide)).t() for target, one in _factors(module).items()}
     first = next(iter(sums.values()))

@@ -38,7 +38,7 @@ def transformer_config(
     recompute: bool = False,
     fp8: FP8 = BF16,
 ) -> TransformerConfig:
-    """Megatron's view of the architecture."""
+    """Build Megatron's configuration of the model."""
     interleaved = parallel.virtual_pipeline > 1
     return TransformerConfig(
         num_layers=arch.num_layers,
@@ -67,17 +67,17 @@ def transformer_config(
         expert_tensor_parallel_size=1,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
-        # Batched sends and receives pair up wrongly between two stages that hold several chunks each: wrong
-        # gradients without an error, or a job that hangs.
+        # Between two stages with several chunks each, batched sends and receives are matched wrongly:
+        # gradients are silently wrong, or the job hangs.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
-        # Packed micro-batches differ in length; Megatron ties this to the dispatcher even without experts.
+        # Packed micro-batches differ in length, which needs this dispatcher, even without experts.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # The contract of mcore/normalise.py.
+        # mcore/normalise.py relies on this.
         calculate_per_token_loss=True,
         init_method=_unset,
         output_layer_init_method=_unset,
@@ -88,25 +88,24 @@ def transformer_config(
 
 
 def _unset(weight: Tensor) -> None:
-    """Megatron's ``init_method``: what no checkpoint has filled gives NaN, so no pass can use it unnoticed.
+    """Megatron's ``init_method``: fill with NaN, so that a weight which no checkpoint fills is noticed.
 
-    ``perform_initialization=False`` is no way to draw no random numbers: with it Megatron's local layers
-    do not mark their weights ``tensor_model_parallel``, and the gradient norm leaves out all shards but the
-    first.
+    With ``perform_initialization=False`` Megatron's local layers would not mark their weights
+    ``tensor_model_parallel``, and the gradient norm would omit all shards but the first.
     """
     torch.nn.init.constant_(weight, math.nan)
 
 
 def _experts(arch: Architecture, backend: Backend) -> dict[str, Any]:
-    """The router and experts of every layer; nothing for a dense model."""
+    """Settings for router and experts; empty for a dense model."""
     if arch.experts is None:
         return {}
     return {
         "num_moe_experts": arch.experts.count,
         "moe_ffn_hidden_size": arch.experts.ffn_size,
         "moe_router_topk": arch.experts.per_token,
-        # transformers takes the softmax over all experts first. To normalise the best of it is to take the
-        # softmax over these only, which is Megatron's other order.
+        # transformers computes the softmax over all experts, then selects the top k. If it renormalizes
+        # these, that equals a softmax over the top k only, which is Megatron's other order.
         "moe_router_pre_softmax": not arch.experts.normalize_top_k,
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": backend.layers == "transformer_engine",
@@ -114,7 +113,7 @@ def _experts(arch: Architecture, backend: Backend) -> dict[str, Any]:
 
 
 def _precision(fp8: FP8) -> dict[str, Any]:
-    """Settings for products in FP8. Megatron takes delayed scaling for a recipe that it does not know."""
+    """Settings for products in FP8; empty without."""
     if fp8.recipe == "none":
         return {}
     return {
@@ -127,10 +126,8 @@ def _precision(fp8: FP8) -> dict[str, Any]:
 
 
 def build_chunks(arch: Architecture, config: TransformerConfig, backend: Backend) -> list[GPTModel]:
-    """This rank's part of the model, one entry per virtual pipeline stage; its matrices are NaN.
-
-    No random number is drawn. Load a checkpoint into it next.
-    """
+    """Build this rank's model chunks, one per virtual pipeline stage. Matrices are NaN until a checkpoint is
+    loaded; no random numbers are drawn."""
     stages = config.virtual_pipeline_model_parallel_size
     chunks = []
     for vp_stage in [None] if stages is None else range(stages):
@@ -149,41 +146,41 @@ def build_chunks(arch: Architecture, config: TransformerConfig, backend: Backend
             rope_scaling_factor=arch.rope_factor or 1.0,
             vp_stage=vp_stage,
         )
-        chunks.append(model.to(backend.device))  # norms and routers are made on the CPU
+        chunks.append(model.to(backend.device))  # norms and routers are created on the CPU
     install_routers(chunks)
     return chunks
 
 
 def layer_offset(config: TransformerConfig, chunk: GPTModel) -> int:
-    """Layers of the whole model before this chunk."""
+    """Number of layers of the whole model before this chunk."""
     return int(get_transformer_layer_offset(config, chunk.vp_stage))
 
 
 def expert_offset(arch: Architecture, group: dist.ProcessGroup) -> int:
-    """Experts of a layer before those of this rank of expert parallel."""
+    """Number of a layer's experts on lower ranks of the expert-parallel group."""
     return group.rank() * arch.num_experts // group.size()
 
 
 def is_expert(name: str) -> bool:
-    """Return True for a parameter of an expert, by Megatron's name."""
+    """Return True if a parameter's Megatron name is that of an expert's."""
     return ".experts." in name
 
 
 def wrap_for_training(
     modules: Sequence[Module], config: TransformerConfig, parallel: Parallel
 ) -> list[DistributedDataParallel]:
-    """Add gradient buffers and the data-parallel reduction to this rank's chunks, in the order of Megatron's
-    schedule; gradients are fp32 (float64 for float64)."""
-    # Buffers and optimizer of such parameters are over the ranks that hold the same experts. Megatron 0.16
-    # marks them with expert parallel only: without, tensor-parallel ranks, each with other tokens, would keep
-    # their own part of an expert's gradient. And of Transformer Engine's experts only those of the first
-    # tensor-parallel rank would be in the gradient's norm: the second mark says that no other rank has them.
+    """Wrap this rank's chunks with gradient buffers and the data-parallel reduction, in the order of
+    Megatron's schedule; gradients are fp32 (float64 for float64 parameters)."""
+    # allreduce=False: reduce gradients over the ranks that hold the same experts. megatron-core 0.16 sets it
+    # with expert parallelism only; without, each tensor-parallel rank would keep its own tokens' gradient.
+    # tensor_model_parallel=True: no other rank holds the parameter. Else the gradient norm would include
+    # Transformer Engine's experts of the first tensor-parallel rank only.
     for module in modules:
         for name, parameter in module.named_parameters():
             if is_expert(name):
                 vars(parameter).update(allreduce=False, tensor_model_parallel=True)
-    # Transformer Engine's layers add weight gradients straight into ``main_grad``. Megatron's own flag for it
-    # would ask for apex, as the embedding and the head are its own layers.
+    # Transformer Engine's layers add weight gradients directly to ``main_grad``. Megatron's flag for it would
+    # require apex for Megatron's own layers, embedding and head.
     for layer in (layer for module in modules for layer in module.modules()):
         if hasattr(layer, "fuse_wgrad_accumulation"):
             vars(layer)["fuse_wgrad_accumulation"] = True
@@ -192,14 +189,14 @@ def wrap_for_training(
             config,
             DistributedDataParallelConfig(
                 grad_reduce_in_fp32=config.params_dtype != torch.float64,
-                # Megatron's NaN check would raise on one rank and leave the others waiting: policy.py looks
-                # at the reduced gradient norm, which is the same everywhere.
+                # Megatron's NaN check would raise on one rank and leave the others waiting. policy.py checks
+                # the reduced gradient norm, which is the same on all ranks.
                 check_for_nan_in_grad=False,
                 use_distributed_optimizer=parallel.distributed_optimizer,
                 overlap_grad_reduce=parallel.overlap_grad_reduce,
             ),
             module,
-            # One reduction per stage but the first layers': what Megatron's own training does.
+            # Buckets for the first chunk only, as in Megatron's own training.
             disable_bucketing=number > 0,
         )
         for number, module in enumerate(modules)

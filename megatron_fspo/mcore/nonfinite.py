@@ -1,9 +1,9 @@
-"""Find the responses that make a pass not finite, and take them out of the packs.
+"""Identify responses that cause NaN or infinite values, and remove them from the packs.
 
-A NaN or an infinity that is born inside the network reaches the gradient of every weight: backward multiplies
-it by the weight 0 that the loss gives its sequence, and 0·NaN is NaN. So such a response has to leave the
-packs. Attention keeps the sequences of a pack apart, but a kernel with one scale for a whole pack may not.
-Therefore nobody is taken for the culprit because of the pack that it is in: each suspect is scored alone.
+A loss weight of 0 does not help: a NaN or an infinity inside the network still reaches the gradient of every
+weight, because 0·NaN is NaN. So such a response must be removed from its pack. Attention separates the
+sequences of a pack, but a kernel with one scale for the whole pack may spread the NaN, so each suspect is
+scored in a pack of its own before it is blamed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megatron_fspo.parallel.groups import ParallelGroups, agreed, gather_lists, 
 
 
 def suspects_of(packs: Packs, scores: Sequence[Tensor], groups: ParallelGroups) -> list[int]:
-    """Numbers of the responses of this data-parallel rank with a log-prob that is not finite, by the scores
-    [t] of the labels of each of its packs. Collective."""
+    """Return the numbers of this data-parallel rank's responses that have a non-finite log-prob, given the
+    log-probs [t] of each of its packs. Collective."""
     suspects: list[int] = []
     finite = torch.stack([score.isfinite().all() for score in scores]).tolist()  # one copy for all packs
     for batch, score, fine in zip(packs.on_host, scores, finite, strict=True):
@@ -43,26 +43,16 @@ def culprits(
     layout: PackLayout,
     groups: ParallelGroups,
 ) -> dict[int, int]:
-    """Responses that have to leave the packs, each with its data-parallel rank. Collective.
+    """Return the responses to remove from the packs: number → data-parallel rank, on every rank. Collective.
 
-    They are the suspects that are not finite in a pack of their own. Where that is none of a pack's suspects,
-    as after a fault that does not come again, all of them have to leave. So there are some if there are
-    suspects.
-
-    Args:
-        packs: of this rank.
-        suspects: numbers of this data-parallel rank's responses that were not finite in these packs.
-        score: gives log-probs [t] of micro-batches; forward only.
-        layout: that the packs have.
-        groups: of the job's layout.
-
-    Returns:
-        the same on every rank, in the order of the numbers; empty if no rank has suspects.
+    These are the suspects with non-finite log-probs in a pack of their own, by ``score``, which returns the
+    log-probs [t] of micro-batches. If none of a pack's suspects has any there, for example after a transient
+    fault, all of them are removed. ``suspects`` are the result of :func:`suspects_of`.
     """
     most = max(gather_lists([len(suspects)], group=groups.dp))
     if not most:
         return {}
-    # As many packs on every rank as on the one with the most suspects; the others' last ones are empty.
+    # Every rank needs as many packs as the one with the most suspects; the additional ones are empty.
     count = most + -most % layout.count_multiple_of
     wanted = [Pack(numbers=(n,), totals=packs.totals) for n in suspects]
     wanted += [Pack(numbers=(), totals=packs.totals)] * (count - len(wanted))
@@ -82,9 +72,9 @@ def culprits(
 
 
 def without(packs: Packs, numbers: Collection[int], tokens: Sequence[int], layout: PackLayout) -> Packs:
-    """The packs of this rank with their columns, less some responses, whose numbers are those of all ranks. N
-    and T of the step stay as they are; ``tokens`` of each pack are how many response tokens leave its
-    optimizer step, over all ranks."""
+    """Return this rank's packs and their columns without some responses; N and T of the step do not change.
+    ``numbers`` may include responses of other ranks; ``tokens`` is, for each pack, the number of response
+    tokens removed from its optimizer step over all ranks."""
     kept = [
         Pack(
             numbers=tuple(n for n in batch.sample_index.tolist() if n not in numbers),
@@ -104,8 +94,8 @@ def without(packs: Packs, numbers: Collection[int], tokens: Sequence[int], layou
 
 
 def _carried(column: Tensor, before: MicroBatch, after: MicroBatch, gone: Collection[int]) -> Tensor:
-    """A column [t, …] of a pack at the tokens of the sequences that stay, which keep their order. A prefix
-    that only one of its sequences is left of lies before it, as its own tokens do."""
+    """Restrict a column [t, …] of a pack to the tokens of the sequences that stay, in the same order. A
+    prefix with only one sequence left becomes the beginning of that sequence, at the same place."""
     stays = torch.tensor([*(n not in gone for n in before.sample_index.tolist()), False])
     kept = stays[before.segment]
     for prefix in before.prefixes:
@@ -119,11 +109,10 @@ def _carried(column: Tensor, before: MicroBatch, after: MicroBatch, gone: Collec
 def packs_to_blame(
     policy: Policy, packs: Packs, loss: PolicyLoss, *, layout: PackLayout
 ) -> list[tuple[range, list[int]]]:
-    """Places of the packs whose own gradient is not finite, and the numbers of the responses that all ranks
-    have there. For an error: one more pass forward and backward. Leaves no gradient. Collective.
+    """Return (indices, numbers of responses) of packs with a non-finite gradient, for an error message.
 
-    A gradient comes from the packs at one place of all data-parallel ranks together. The interleaved schedule
-    takes several places at a time.
+    Collective. Runs forward and backward once more, and leaves no gradient. A gradient includes the packs at
+    one index (with the interleaved schedule, several) on all data-parallel ranks.
     """
     blamed = []
     for first in range(0, len(packs), layout.count_multiple_of):

@@ -1,7 +1,7 @@
-"""Memory of a training rank, lent to a server on the same GPU and taken back.
+"""Offloading of a training rank's GPU memory, to lend it to a server on the same GPU.
 
-A tensor stays the object that it is: its storage is emptied and later filled again, so that whoever holds a
-view of it (Megatron's buffers, the optimizer's shards, autograd's accumulators) need not know.
+Tensor objects stay the same: their storages are emptied and later filled again, so views of them (Megatron's
+buffers, the optimizer's shards, autograd's accumulators) stay valid.
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ from megatron_fspo.mcore.policy import Model, Policy
 
 Tensors = Callable[[], Iterator[Tensor]]
 _ALIGN = 64
-"""Where content begins on the host: as in torch's own memory, and fit for every dtype."""
+"""Alignment of each storage's copy on the host, in bytes: torch's own, and enough for every dtype."""
 _TOUCHING = 8
-"""Threads that touch memory before it is pinned."""
+"""Threads that touch pages before they are pinned."""
 
 
 class Lendable:
-    """Some tensors of a rank, on their device or lent.
+    """Tensors of a rank whose memory can be lent.
 
     Args:
-        tensors: asked each time, as an optimizer makes some of its own late.
-        but: tensors whose storages are not among these, resident when it is lent.
-        kept: the content is needed again; else it comes back as zeros.
+        tensors: returns the tensors; called at each loan, as an optimizer creates some of its tensors late.
+        but: returns tensors whose storages to exclude; these must be resident at the loan.
+        kept: keep the content on the host; otherwise the tensors come back as zeros.
     """
 
     def __init__(self, tensors: Tensors, *, but: Tensors | None = None, kept: bool = True) -> None:
         self._tensors, self._but, self._kept = tensors, but, kept
-        # A tensor of each storage that is empty, its bytes, and what was in it, on the host, if it is needed
-        # again.
+        # For each emptied storage: one of its tensors, the size in bytes, the copy on the host (if kept).
         self._lent: list[tuple[Tensor, int, Tensor | None]] | None = None
-        # It stays: to pin memory takes longer than to fill it.
+        # Reused, because pinning memory takes longer than filling it.
         self._host = torch.empty(0, dtype=torch.uint8)
 
     def lend(self) -> None:
@@ -57,7 +56,7 @@ class Lendable:
         sizes = [tensor.untyped_storage().nbytes() for tensor in tensors.values()]
         *places, total = starts(sizes)
         if self._kept and total > len(self._host):
-            self._host = self._host.new_empty(0)  # the smaller one goes first
+            self._host = self._host.new_empty(0)  # free the old memory first
             self._host = host_memory(total, pinned=cuda)
         lent = [
             (tensor, size, self._host[at : at + size] if self._kept else None)
@@ -73,7 +72,7 @@ class Lendable:
         self._lent = lent
 
     def take_back(self) -> None:
-        """Fill the storages again. A second call does nothing."""
+        """Restore the storages. A second call does nothing."""
         if self._lent is None:
             return
         for tensor, size, copy in self._lent:
@@ -86,8 +85,8 @@ class Lendable:
 
 
 class Offload:
-    """The memory of a model, or of a policy with its optimizer, on its device, and of others that only
-    training needs, such as the reference of a KL penalty."""
+    """Moves a model, or a policy with its optimizer, off its device and back; also ``others`` that only
+    training needs, such as the reference model of a KL penalty."""
 
     def __init__(self, model: Model, *others: Model) -> None:
         def weights() -> Iterator[Tensor]:
@@ -102,7 +101,7 @@ class Offload:
         self._models = (model, *others)
         self._device = model.backend.device
         self._weights = Lendable(weights)
-        # In float32 the optimizer updates the weights themselves: what they share is the weights'.
+        # In float32 the optimizer updates the weights' own storages; these belong to the weights.
         self._rest = [Lendable(state, but=weights)]
         if isinstance(model, Policy):
             buffers = [
@@ -111,25 +110,23 @@ class Offload:
             self._rest.append(Lendable(lambda: (buffer.grad_data for buffer in buffers), kept=False))
 
     def hold(self, *, weights: bool, rest: bool) -> None:
-        """Have on the device the weights, and the rest (optimizer, gradients, other models), or not.
+        """Choose whether the weights, and the rest (optimizer, gradients, other models), are on the device.
 
-        What goes, goes before anything comes. Gradients come back as zeros: between two optimizer steps.
-
-        Raises:
-            ValueError: the rest without the weights.
+        Call this between optimizer steps, as gradients come back as zeros. Raises ``ValueError`` for ``rest``
+        without ``weights``.
         """
         if rest and not weights:
-            raise ValueError("there is no use for the rest without the weights")
+            raise ValueError("rest=True needs weights=True: only training needs the rest")
         if not rest:
             for tensors in self._rest:
                 tensors.lend()
-            # Transformer Engine keeps FP8 copies of the weights, and makes anew what is missing.
+            # Transformer Engine's FP8 copies of the weights; it recreates missing ones.
             for module in (m for model in self._models for chunk in model.chunks for m in chunk.modules()):
                 vars(module).get("_fp8_workspaces", {}).clear()
         if not weights:
             self._weights.lend()
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # what PyTorch keeps for itself is as good as taken
+            torch.cuda.empty_cache()  # memory in torch's cache is not free for a server
         if weights:
             self._weights.take_back()
         if rest:
@@ -142,7 +139,7 @@ def _parameters(model: Model) -> Iterator[Tensor]:
 
 
 def _optimizer_tensors(policy: Policy) -> Iterator[Tensor]:
-    """Moments, and the fp32 copies or shards that are updated."""
+    """Yield the moments, and the fp32 copies or shards that the optimizer updates."""
     whole = policy.optimizer
     for each in whole.chained_optimizers if isinstance(whole, ChainedOptimizer) else [whole]:
         inner = each.optimizer
@@ -153,20 +150,20 @@ def _optimizer_tensors(policy: Policy) -> Iterator[Tensor]:
 
 
 def starts(sizes: Sequence[int]) -> list[int]:
-    """Where contents of so many bytes begin in one piece of memory, and behind them its size."""
+    """Aligned offsets of blocks of these sizes in one buffer, followed by the buffer's size; in bytes."""
     return [0, *accumulate(size + -size % _ALIGN for size in sizes)]
 
 
 def host_memory(size: int, *, pinned: bool) -> Tensor:
-    """So many bytes of the host.
+    """Allocate ``size`` bytes of host memory as a uint8 tensor.
 
-    Torch's own pinned memory comes in powers of two: 5 GiB and a byte would take 8. These are pages of the
-    system, pinned as they are: large ones, which several threads have touched before, 0.4 s for 8 GiB where
-    pinning alone takes 4.8 (one H200, 16 cores). No fork copies them, as that would part them from the GPU.
+    torch rounds pinned memory up to a power of two, so we pin anonymous memory: huge pages, touched by
+    several threads first, which takes 0.4 s for 8 GiB instead of 4.8 s (one H200, 16 cores). Forks do not
+    inherit it, as copy-on-write would separate it from the GPU.
     """
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
-        with suppress(OSError):  # a kernel without large pages
+        with suppress(OSError):  # a kernel without huge pages
             pages.madvise(advice)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if pinned:
@@ -179,5 +176,5 @@ def host_memory(size: int, *, pinned: bool) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The whole storage of a tensor."""
+    """A uint8 view of a tensor's whole storage."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

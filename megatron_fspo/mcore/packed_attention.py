@@ -1,10 +1,10 @@
-"""Attention in a pack: causal in each sequence; the keys of a prefix that sequences share are visible to all.
+"""Attention in a pack: causal within each sequence, and to the whole prefix that sequences share.
 
-It is made of flash kernels: each block attends to itself, the sequences of a prefix together to the prefix,
-and the log-sum-exps of the two say how to merge them. The backward of a kernel is given the merged output and
-log-sum-exp, from which it finds the true weights of its part, as in ring attention (arXiv 2310.01889). On a
-CPU there is a call of a kernel for each of these parts; on a GPU, in 16 bits, torch's FlashAttention-2 does
-all blocks in one and all prefixes in another. Elsewhere it is made of masks: exact, and slow.
+Built from flash kernels: each block attends to itself, and the sequences of a prefix together attend to the
+prefix; the two outputs are merged by their log-sum-exps. The kernels' backward gets the merged output and
+log-sum-exp, as in ring attention (arXiv 2310.01889). On a CPU each part is one kernel call. On a GPU, in 16
+bits, torch's FlashAttention-2 computes all blocks in one call, and all prefixes in another. In 32 or 64 bits
+a GPU uses masks, which is slow.
 
 Shapes: t tokens, h heads, g KV heads, d head size.
 """
@@ -29,29 +29,30 @@ _flash_on_cpu_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention
 
 
 class Part(NamedTuple):
-    """Rows that attend to rows."""
+    """Query rows that attend to key rows."""
 
     queries: slice
     keys: slice
     causal: bool
-    """Both are the same; else each query sees every key."""
+    """True: queries and keys are the same rows, with a causal mask. False: each query sees every key."""
 
 
 class Call(NamedTuple):
-    """Parts of a kind, as kernels for sequences of different lengths take them."""
+    """Arguments for one or several parts of one kind, in the form of variable-length kernels."""
 
     queries: Tensor | slice
     """[n] rows."""
     keys: Tensor | slice
     sizes: tuple[Any, Any, int, int]
-    """Borders of the parts in ``queries`` and in ``keys``, int32 for one kernel, and the longest of each."""
+    """Borders of the parts in ``queries`` and in ``keys`` (int32 tensors if ``together``), and the longest
+    part of each."""
     causal: bool
     together: bool
-    """One kernel does all parts."""
+    """One kernel call computes all parts."""
 
 
 def parts_of(borders: Sequence[int], prefixes: Sequence[Prefix]) -> list[Part]:
-    """Every block on itself, then the sequences of each prefix on the prefix."""
+    """Return the parts: every block on itself, then the sequences of each prefix on the prefix."""
     parts = [Part(slice(*block), slice(*block), True) for block in pairwise(borders)]
     for prefix in prefixes:
         last = borders[borders.index(prefix.end) + len(prefix.sequences)]
@@ -61,7 +62,7 @@ def parts_of(borders: Sequence[int], prefixes: Sequence[Prefix]) -> list[Part]:
 
 @lru_cache(maxsize=4)
 def calls_of(borders: tuple[int, ...], prefixes: tuple[Prefix, ...], device: torch.device) -> list[Call]:
-    """All blocks on themselves, then the sequences of prefixes; the same for all layers of a micro-batch."""
+    """Return the call for all blocks, then those for prefixes. Cached for all layers of a micro-batch."""
     parts, together = parts_of(borders, prefixes), device.type != "cpu"
     blocks, others = parts[: len(borders) - 1], parts[len(borders) - 1 :]
     calls = []
@@ -90,19 +91,8 @@ def packed_attention(
     *,
     scale: float | None = None,
 ) -> Tensor:
-    """Attend.
-
-    Args:
-        query: [t, h, d].
-        key: [t, g, d].
-        value: like ``key``.
-        borders: of the blocks, 0 and t included.
-        prefixes: blocks whose keys those after them see.
-        scale: of the products; default 1 / √d.
-
-    Returns:
-        [t, h, d].
-    """
+    """Compute attention in a pack: query [t, h, d], key and value [t, g, d] → [t, h, d]. ``borders`` of the
+    blocks include 0 and t; ``scale`` is the factor of query · key, by default 1 / √d."""
     if query.device.type != "cpu" and query.element_size() > 2:
         return masked(query, key, value, parts_of(borders, prefixes), scale)
     calls = calls_of(tuple(borders), tuple(prefixes), query.device)
@@ -111,7 +101,7 @@ def packed_attention(
 
 
 def masked(query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], scale: float | None) -> Tensor:
-    """Attend by masks, block by block."""
+    """Compute attention with masks, block by block."""
     rows = []
     for block, *_ in (part for part in parts if part.causal):
         seen = [p.keys for p in parts if p.queries.start <= block.start < p.queries.stop]
@@ -126,7 +116,7 @@ def masked(query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], sca
 
 
 class Merged(torch.autograd.Function):
-    """The flash kernels of some calls, of which the first has all rows."""
+    """Runs the flash kernels of several calls and merges their outputs; the first call has all rows."""
 
     @staticmethod
     def forward(
@@ -161,7 +151,7 @@ class Merged(torch.autograd.Function):
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, call: Call, scale: float | None) -> list[Tensor]:
-    """Output [n, h, d] and log-sum-exps [h, n], and what else backward wants."""
+    """Return the output [n, h, d], log-sum-exps [h, n], and further tensors for backward."""
     if call.together:
         return list(_flash(query, key, value, *call.sizes, 0.0, call.causal, False, scale=scale)[:4])
     outs, logs = [], []
@@ -184,7 +174,7 @@ def _gradients(
     seeds: Sequence[Tensor],
     scale: float | None,
 ) -> list[Tensor]:
-    """Of query, key and value."""
+    """Return the gradients of query, key and value."""
     if call.together:
         kept = (query, key, value, out, logs)
         return list(_flash_backward(slope, *kept, *call.sizes, 0.0, call.causal, *seeds, scale=scale))
@@ -200,16 +190,16 @@ def _gradients(
 
 
 def _sequences(call: Call) -> Iterator[tuple[slice, slice]]:
-    """Of each part, its rows among the queries of the call, and among its keys."""
+    """Yield each part's rows in the call's queries and keys."""
     queries, keys = map(pairwise, call.sizes[:2])
     return ((slice(*rows), slice(*others)) for rows, others in zip(queries, keys, strict=True))
 
 
 def _batch(rows: Tensor) -> Tensor:
-    """[n, h, d] as a batch of one, [1, h, n, d]."""
+    """[n, h, d] → a batch of one, [1, h, n, d]."""
     return rows.transpose(0, 1)[None]
 
 
 def _weights(logs: Tensor) -> Tensor:
-    """[h, n] as factors of [n, h, d]."""
+    """Log-weights [h, n] → factors of [n, h, d]."""
     return logs.exp().T[..., None]

@@ -1,8 +1,8 @@
-"""The position of each parameter, and of its optimizer state, on this rank and in the whole model.
+"""Where each parameter of this rank, and its optimizer state, belongs in the whole model; for checkpoints.
 
-Megatron names a parameter by a global tensor that has nothing of the layout in it. On a rank the parameter is
-one or two blocks of that tensor (gate and up are two), and the optimizer holds all of it, or, distributed, a
-run of its values. This module is the map between the two, for the checkpoint to read and write by.
+Megatron maps a parameter to a global tensor that does not depend on the layout. On a rank, the parameter
+consists of one or two blocks of that tensor (two for gate and up). The optimizer holds all of the parameter's
+values or, if distributed, a contiguous range.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A run of a parameter's values that is one box of the global tensor."""
+    """A contiguous range of a parameter's values that is one box of the global tensor."""
 
     key: str
     shape: tuple[int, ...]
     """Shape of the global tensor."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    """As many dimensions as the global tensor; that of the layers has size 1."""
+    """One per dimension of the global tensor; 1 in the dimension of layers."""
     start: int
     """Index of the block's first value among the parameter's."""
     padded: bool
-    """The global tensor has rows that depend on the layout: the vocabulary's."""
+    """The global tensor has padding rows that depend on the layout, as the vocabulary has."""
     first_copy: bool
-    """False for a copy of what another tensor-parallel rank or pipeline stage holds."""
+    """False if another tensor-parallel rank or pipeline stage has the first copy."""
 
     @property
     def end(self) -> int:
@@ -51,17 +51,17 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterState:
-    """A parameter, and the values ``first`` to ``end`` of it that this rank's optimizer holds."""
+    """A parameter, and the range ``first`` to ``end`` of its values that this rank's optimizer holds."""
 
     parameter: Parameter
     blocks: list[Block]
     main: Tensor
-    """[end - first] what the optimizer updates: the fp32 copy, or the parameter's own memory."""
+    """[end - first] values that the optimizer updates: the fp32 copy, or the parameter's own memory."""
     moments: dict[str, Tensor]
-    """Adam's, each [end - first]; empty before the first step."""
+    """Adam's moments, each [end - first]; empty before the first step."""
     first: int
     own: range
-    """The values that this rank writes, within first to end; no other that holds a copy writes them."""
+    """The values within ``first`` to ``end`` that this rank, and no other with a copy, writes."""
 
     @property
     def end(self) -> int:
@@ -69,15 +69,12 @@ class ParameterState:
 
     @property
     def has_main_copy(self) -> bool:
-        """True if ``main`` is memory of its own."""
+        """True if ``main`` is a copy in another dtype."""
         return self.main.dtype != self.parameter.dtype
 
 
 def parameter_states(policy: Policy) -> Iterator[ParameterState]:
-    """Every parameter of this rank that is trained.
-
-    A distributed optimizer has decided which values are whose. Without one, ranks with copies hold the same.
-    """
+    """Yield the state of every trained parameter of this rank."""
     held, shares = _held(policy), {} if policy.parallel.distributed_optimizer else _shares(policy)
     for chunk in policy.chunks:
         described = chunk.sharded_state_dict()
@@ -104,8 +101,8 @@ def parameter_states(policy: Policy) -> Iterator[ParameterState]:
 
 
 def _shares(policy: Policy) -> dict[Parameter, range]:
-    """For each parameter the values that this rank writes: of the experts, and of all the others, each rank
-    that has copies writes an equal, contiguous part."""
+    """Return the range of each parameter that this rank writes without a distributed optimizer: ranks with
+    copies write equal, contiguous shares of all experts' parameters, and of all others."""
     shares = {}
     for of_expert in (False, True):
         group, passed = policy.groups.copies(of_expert=of_expert), 0
@@ -120,11 +117,8 @@ def _shares(policy: Policy) -> dict[Parameter, range]:
 
 
 def prepare_optimizer(policy: Policy, steps: int) -> None:
-    """Give the optimizer moments for all it holds, to be filled, and its number of steps so far.
-
-    torch's Adam, which Megatron uses without Transformer Engine or apex, counts by parameter, in a tensor
-    each; theirs by group.
-    """
+    """Create missing moments (0) in the optimizer, for loading, and set its number of steps: per parameter in
+    torch's Adam, per parameter group in that of Transformer Engine or apex."""
     for held in _held(policy).values():
         inner, state = held.inner, held.inner.state[held.main]
         for name in MOMENTS:
@@ -138,7 +132,7 @@ def prepare_optimizer(policy: Policy, steps: int) -> None:
 
 
 def extra_states(policy: Policy) -> Iterator[str]:
-    """Names of the extra states that Megatron's loader asks for; this rank's, without copies."""
+    """Yield the names of this rank's extra states, without copies, which Megatron's loader requires."""
     for chunk in policy.chunks:
         for item in chunk.sharded_state_dict().values():
             if isinstance(item, ShardedObject) and not any(_as_tuple(item.replica_id)):
@@ -147,7 +141,7 @@ def extra_states(policy: Policy) -> Iterator[str]:
 
 def _blocks(item: ShardedTensor | ShardedTensorFactory, parameter: Parameter) -> Iterator[Block]:
     for shard in item.build() if isinstance(item, ShardedTensorFactory) else [item]:
-        *copies, _ = _as_tuple(shard.replica_id)  # the last counts data-parallel ranks
+        *copies, _ = _as_tuple(shard.replica_id)  # the last is the data-parallel rank
         yield Block(
             key=shard.key,
             shape=tuple(shard.global_shape),
@@ -160,7 +154,7 @@ def _blocks(item: ShardedTensor | ShardedTensorFactory, parameter: Parameter) ->
 
 
 def _adapter_block(policy: Policy, chunk: GPTModel, name: str, parameter: Parameter) -> Block:
-    """A factor of an adapter, which Megatron does not know: one box of a tensor of all layers."""
+    """The block of an adapter factor, which Megatron cannot map: one box of a tensor of all layers."""
     group, arch, offset = policy.groups.tp, policy.arch, layer_offset(policy.config, chunk)
     row = resolve(name, arch, offset)
     (part,) = shard_slices(row, arch, group.rank(), group.size(), policy.padded_vocab)
@@ -188,7 +182,7 @@ class _Held:
 
 
 def _held(policy: Policy) -> dict[Parameter, _Held]:
-    """For each parameter of which the optimizer holds something, the tensor that it updates."""
+    """Map each parameter of which the optimizer holds values to the tensor that the optimizer updates."""
     held: dict[Parameter, _Held] = {}
     optimizer = policy.optimizer
     for each in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:

@@ -1,4 +1,4 @@
-"""A model on Megatron's schedule: scoring passes and, for the policy in training, optimizer steps."""
+"""Models on Megatron's schedule: scoring passes and, for the trained policy, optimizer steps."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from megatron_fspo.weights import Architecture
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """Report of one optimizer step."""
+    """Result of one optimizer step."""
 
     totals: Totals
-    """Sum and denominator of each metric, over all ranks, to be pooled with those of other steps."""
+    """Sum and denominator of each metric over all ranks; can be pooled over steps."""
     grad_norm: float
-    """Global norm before clipping."""
+    """Global gradient norm before clipping."""
     learning_rate: float
     skipped: bool = False
-    """Nothing was moved."""
+    """The weights were not updated."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -51,15 +51,15 @@ class Update:
 
 
 class Model:
-    """A model on this rank to score, to sample from and to export: without gradients or an optimizer.
+    """This rank's part of a model for scoring, sampling and export, without gradients and optimizer.
 
-    Its matrices are NaN until :func:`~megatron_fspo.mcore.hf_weights.load_hf` has filled them.
+    Its matrices are NaN until :func:`~megatron_fspo.mcore.hf_weights.load_hf` fills them.
 
     Attributes:
-        chunks: the bare ``GPTModel`` of each virtual pipeline stage.
-        modules: the chunks, wrapped for Megatron's schedule; the parameters are the same.
-        config: Megatron's.
-        layers: numbers, from 0, of this rank's layers in the whole model.
+        chunks: the unwrapped ``GPTModel`` of each virtual pipeline stage.
+        modules: the chunks, wrapped for Megatron's schedule, with the same parameters.
+        config: Megatron's configuration.
+        layers: indices of this rank's layers in the whole model.
         padded_vocab: rows of the embedding over all tensor-parallel ranks.
     """
 
@@ -89,15 +89,15 @@ class Model:
         if arch.adapters:
             for chunk in self.chunks:
                 install_adapters(chunk, arch, groups.tp)
-        bf16 = self.config.bf16  # within; where a chunk begins and ends it is fp32
+        bf16 = self.config.bf16  # inside; a chunk's inputs and outputs are fp32
         self.modules = [Float16Module(self.config, chunk) if bf16 else chunk for chunk in self.chunks]
 
     def weights_loaded(self) -> None:
-        """Note that the parameters were changed from outside."""
+        """Call this after changing parameters from outside. Does nothing for a model without optimizer."""
 
     def with_routers(self, packs: Packs, **options: Any) -> tuple[Packs, RouterPasses | None]:
-        """Return the packs of a pass in which routers follow the ``options`` of :class:`RouterPass`, and what
-        they will report; a dense model has none."""
+        """Return the packs, each with a :class:`RouterPass` of these ``options``, and all passes, which will
+        have the routers' reports; for a dense model, the packs themselves and None."""
         if self.arch.experts is None:
             return packs, None
         passes = RouterPasses(
@@ -111,10 +111,8 @@ class Model:
 
     @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch], scoring: Scoring) -> list[Tensor]:
-        """Log-probs [t] of the labels of each micro-batch, on every pipeline stage.
-
-        Bit for bit what the training pass computes with the same weights and micro-batches.
-        """
+        """Return the log-probs [t] of each micro-batch's labels, on every pipeline stage: bit-identical to a
+        training pass with the same weights and micro-batches. Collective."""
         scores = run_schedule(
             self.modules, micro_batches, scoring.forward_step, forward_only=True, collect_non_loss_data=True
         )
@@ -134,13 +132,13 @@ class Model:
 
 
 class Policy(Model):
-    """A model with its optimizer on this rank.
+    """This rank's part of a model with its optimizer.
 
     Attributes:
-        optimizer: Megatron's.
+        optimizer: Megatron's optimizer.
         optimizer_steps: optimizer steps taken so far.
-        busy_seconds: what this rank took for its own micro-batches in :meth:`backward`, until it met the
-            other data-parallel ranks to reduce the gradient; whoever reads it sets it to 0.
+        busy_seconds: time that this rank spent on its own micro-batches in :meth:`backward`, before the
+            gradient reduction over data-parallel ranks; accumulates until the reader sets it to 0.
     """
 
     def __init__(
@@ -172,8 +170,8 @@ class Policy(Model):
             bf16=dtype == torch.bfloat16,
             use_distributed_optimizer=parallel.distributed_optimizer,
         )
-        # Its shards are views of parameters. With a graph they would keep the model for good: no collector
-        # sees through a graph, which leads to the parameters' hooks and to all that they know.
+        # Its shards are views of parameters. An autograd graph, which leads to the parameters' hooks and is
+        # invisible to the garbage collector, would keep the model alive forever.
         with torch.no_grad():
             self.optimizer: MegatronOptimizer = get_megatron_optimizer(
                 settings, self._ddp, use_gloo_process_groups=False
@@ -186,67 +184,61 @@ class Policy(Model):
         self.config.finalize_model_grads_func = self._meet_and_reduce
 
     def _meet_and_reduce(self, *args: Any, **kwargs: Any) -> None:
-        """Megatron's reduction of gradients, which the schedule calls at its end."""
+        """Stop the clock, then run Megatron's gradient reduction; the schedule calls this at its end."""
         self.busy_seconds += self.backend.busy_seconds() - self._began
         self._reduce(*args, **kwargs)
 
     def weights_loaded(self) -> None:
-        """Tell the optimizer that the parameters changed under it (bf16 keeps fp32 copies)."""
+        """Update the optimizer's fp32 copies of bf16 parameters, after changing parameters from outside."""
         self.optimizer.reload_model_params()
 
     def restore_schedule(self, optimizer_steps: int) -> None:
-        """Continue the learning-rate schedule after ``optimizer_steps``."""
+        """Set the learning-rate schedule to its state after ``optimizer_steps``."""
         self._scheduler = _learning_rates(self.optimizer, self._schedule)
         self._scheduler.step(increment=optimizer_steps)
         self.optimizer_steps = optimizer_steps
 
     def backward(self, micro_batches: Sequence[MicroBatch], loss: PolicyLoss) -> Totals:
-        """Gradients of all micro-batches of this rank, reduced as the optimizer wants them.
-
-        Every data-parallel rank has the same number of micro-batches. Returns (sum, denominator) of
-        each metric over all ranks.
-        """
+        """Compute gradients of this rank's micro-batches, and reduce them for the optimizer. Every
+        data-parallel rank needs the same number of micro-batches. Returns each metric's (sum, denominator)
+        over all ranks. Collective."""
         self.zero_gradients()
         self._began = self.backend.busy_seconds()
         metrics = run_schedule(self._ddp, micro_batches, loss.forward_step, forward_only=False)
         for layer in (module for chunk in self.chunks for module in chunk.modules()):
             if isinstance(layer, MoELayer):
-                # Its graph would keep the model for good, as above.
+                # Its autograd graph would keep the model alive, see __init__.
                 layer.token_dispatcher.probs = None
         totals = sum_metrics(metrics, group=self.groups.dp_cp) if metrics else {}
         return share(totals, group=self.groups.pp, source=-1)
 
     def zero_gradients(self) -> None:
-        """Forget what :meth:`backward` left."""
+        """Reset the gradients of :meth:`backward`."""
         for model in self._ddp:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def grad_norm(self) -> float:
-        """Global norm of what :meth:`backward` left, before clipping. Collective.
-
-        It is NaN on every rank where it is not finite on one. Megatron's optimizers for fp32 and bf16 do not
-        look, and would step all the same: whoever steps asks here first.
-        """
+        """Return the global norm of the gradients, before clipping; NaN on all ranks if it is not finite on
+        any. Megatron's optimizers do not check this in fp32 and bf16. Collective."""
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         return math.nan if any_rank(not math.isfinite(norm), device=self.backend.device) else norm
 
     def step(self, totals: Totals, grad_norm: float) -> Update:
-        """Move the weights by what :meth:`backward` left and the totals that it returned, with the norm of
-        :meth:`grad_norm`.
+        """Update the weights, given the results of :meth:`backward` and :meth:`grad_norm`. Collective.
 
         Raises:
-            TrainingError: the norm is not finite. On every rank alike; the weights are those of before.
+            TrainingError: on every rank, if the norm is not finite. The weights stay unchanged.
         """
         if not math.isfinite(grad_norm):
             raise TrainingError(
-                f"optimizer step {self.optimizer_steps + 1}: the gradient is not finite. The weights are "
-                "those of before this optimizer step"
+                f"optimizer step {self.optimizer_steps + 1}: the gradient is not finite. The weights were "
+                "not updated"
             )
-        # Megatron's schedules start at 0, which would waste the first step of a warm-up.
+        # Before the update: Megatron's schedules start at 0, which would waste the first step of a warm-up.
         self._scheduler.step(increment=1)
-        # What Megatron's own step does, with the norm that is known.
+        # As Megatron's own step, but with the known norm.
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         clip_grad_by_total_norm_fp32(parameters, self._schedule.clip_grad, grad_norm)
         self.optimizer.step_with_ready_grads()
@@ -255,22 +247,20 @@ class Policy(Model):
         return Update(totals=totals, grad_norm=grad_norm, learning_rate=rate)
 
     def skip(self, totals: Totals, grad_norm: float) -> Update:
-        """Forget what :meth:`backward` left: weights, optimizer and schedule are as before; arguments as
-        :meth:`step` has them."""
+        """Discard the gradients of :meth:`backward`; weights, optimizer and schedule stay unchanged.
+        Arguments as in :meth:`step`."""
         self.zero_gradients()
         rate = self.optimizer.param_groups[0]["lr"]
         return Update(totals=totals, grad_norm=grad_norm, learning_rate=rate, skipped=True)
 
     def update(self, micro_batches: Sequence[MicroBatch], loss: PolicyLoss) -> Update:
-        """Take one optimizer step: gradients, their norm, and the weights; raises what :meth:`step` does."""
+        """Take one optimizer step: :meth:`backward`, :meth:`grad_norm`, :meth:`step`. Collective."""
         totals = self.backward(micro_batches, loss)
         return self.step(totals, self.grad_norm())
 
     def gather_gradients(self) -> None:
-        """Make ``main_grad`` of every parameter whole after :meth:`backward`: for inspection.
-
-        With a distributed optimizer each rank holds its own shard of the sum only.
-        """
+        """After :meth:`backward`, complete ``main_grad`` of every parameter, for inspection: with a
+        distributed optimizer each rank has only its shard of the sum. Collective."""
         if not self.parallel.distributed_optimizer:
             return
         for model in self._ddp:
@@ -284,14 +274,14 @@ class Policy(Model):
 def run_schedule(
     models: Sequence[Module], micro_batches: Sequence[MicroBatch], forward_step: Any, **flags: Any
 ) -> list[Any]:
-    """One pass of Megatron's schedule over this rank's model chunks; what the loss function returned, on the
-    last pipeline stage."""
+    """Run one pass of Megatron's schedule over this rank's model chunks; return the loss function's results
+    on the last pipeline stage. Collective."""
     collected: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(micro_batches) for _ in models] if len(models) > 1 else iter(micro_batches),
         model=list(models),
         num_microbatches=len(micro_batches),
-        # Only shapes of pipeline messages, which variable_seq_lengths sends along.
+        # Unused: variable_seq_lengths sends the shapes of pipeline messages.
         seq_length=1,
         micro_batch_size=1,
         **flags,
@@ -300,7 +290,7 @@ def run_schedule(
 
 
 def _learning_rates(optimizer: MegatronOptimizer, schedule: options.Optimizer) -> OptimizerParamScheduler:
-    """Before the first optimizer step of a run."""
+    """Create the schedule of learning rates, at its start."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

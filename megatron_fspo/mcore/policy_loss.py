@@ -1,11 +1,11 @@
 """The policy loss as Megatron's ``forward_step`` / ``loss_func`` pair.
 
-It needs nothing of our trainer: hand ``PolicyLoss(...).forward_step`` to ``get_forward_backward_func()``
-with an iterator of :class:`~megatron_fspo.packing.batch.MicroBatch` (see ``examples/plugin_only``). The
-model's config must have ``calculate_per_token_loss=True``.
+It does not depend on our trainer: pass ``PolicyLoss(...).forward_step`` and an iterator of
+:class:`~megatron_fspo.packing.batch.MicroBatch` to ``get_forward_backward_func()`` (example:
+``examples/plugin_only``). The model's config must have ``calculate_per_token_loss=True``.
 
-Per micro-batch, on the last pipeline stage: hidden states → log-probs (the logits are never held whole) →
-new - old per token → S per sequence (one context-parallel all-reduce) → weights, those of the first
+Per micro-batch, on the last pipeline stage: hidden states → log-probs, without storing all logits →
+new - old per token → S per sequence (one context-parallel all-reduce) → weights, decided by the first
 context-parallel rank (one broadcast) → -Σ weight_t · logp_t.
 """
 
@@ -37,20 +37,16 @@ Observer = Callable[[MicroBatch, LossTerms, Tensor], None]
 
 @dataclass
 class Pack(PackedSeqParams):  # type: ignore[misc]
-    """Megatron's description of a pack, with the micro-batch, for attention and routers of experts."""
+    """Megatron's description of a pack, plus the micro-batch, for attention and expert routers."""
 
     batch: MicroBatch | None = None
 
 
 def forward(batch: MicroBatch, model: Module) -> Tensor:
-    """Hidden states of a packed micro-batch.
-
-    Returns:
-        what enters the LM head, [1, t, H] ([1, t / tp, H] under sequence parallel), on the last pipeline
-        stage; what the next stage takes, before it.
-    """
+    """Run a model chunk on a packed micro-batch; return the input of the LM head on the last pipeline stage,
+    of the next stage before it. [1, t, H], or [1, t / tp, H] under sequence parallelism."""
     gpt = _gpt(model)
-    # RoPE begins anew at every border. With shared prompts there is one sequence, and an angle for each row.
+    # Megatron restarts RoPE at every border. With shared prompts, pass one sequence, and angles per token.
     borders = batch.borders[:: len(batch.borders) - 1].contiguous() if batch.prefixes else batch.borders
     packed = Pack(
         qkv_format="thd",
@@ -71,24 +67,21 @@ def forward(batch: MicroBatch, model: Module) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """Turns hidden states into log-probs of the labels: the same way in every pass."""
+    """Computes log-probs of the labels from hidden states, in the same way in every pass."""
 
     groups: ParallelGroups
     vocab_size: int
     """Without padding."""
     temperature: float
-    """The rollout's: the policy that is trained is the one that sampled."""
+    """Sampling temperature of the rollout, so that the trained policy is the one that sampled."""
     head: HeadKind = "auto"
 
     def __call__(self, batch: MicroBatch, hidden: Tensor, model: Module) -> tuple[Tensor, Tensor]:
-        """Log-probs [t] and entropies [t] of one micro-batch, 0 outside its mask, fp32 (fp64 for fp64).
-
-        Raises:
-            ValueError: a label is not in the vocabulary.
-        """
+        """Return log-probs [t] and entropies [t] of a micro-batch, 0 outside its mask, fp32 (fp64 for fp64).
+        Raises ``ValueError`` if a label is outside the vocabulary."""
         smallest, largest = batch.label_range
         if not 0 <= smallest <= largest < self.vocab_size:
-            raise ValueError(f"labels from {smallest} to {largest}, but a vocabulary of {self.vocab_size}")
+            raise ValueError(f"labels from {smallest} to {largest}, but vocab_size is {self.vocab_size}")
         gpt = _gpt(model)
         shared = gpt.share_embeddings_and_output_weights
         weight = gpt.shared_embedding_or_output_weight() if shared else gpt.output_layer.weight
@@ -107,10 +100,8 @@ class Scoring:
     def forward_step(
         self, data_iterator: Iterator[MicroBatch], model: Module
     ) -> tuple[Tensor, Callable[..., Tensor]]:
-        """Megatron's ``forward_step_func`` for a pass that only collects log-probs [t].
-
-        To be run with ``forward_only=True, collect_non_loss_data=True``.
-        """
+        """Megatron's ``forward_step_func`` for a pass that collects log-probs [t], with
+        ``forward_only=True, collect_non_loss_data=True``."""
         batch = next(data_iterator)
         return forward(batch, model), lambda hidden, non_loss_data=True: self(batch, hidden, model)[0]
 
@@ -119,25 +110,24 @@ class Scoring:
 class PolicyLoss:
     """A policy objective on Megatron's schedule.
 
-    Minimised, with N and T the sequences and response tokens of the whole optimizer step::
+    The loss is this, with N and T the sequences and response tokens of the whole optimizer step::
 
         -(1/N) Σ_i J_i  -  entropy_coef · (1/T) Σ_t H_t  +  kl_coef · (1/T) Σ_t ½ (log π - log π_ref)²
 
-    The last term is the k2 estimate of the KL to the reference policy: its gradient, averaged over samples of
-    π, is that of KL(π ‖ π_ref), which the gradient of the k3 estimate is not (arXiv 2510.01555).
+    The last term is the k2 estimate of the KL to the reference policy. Its expected gradient over samples of
+    π is that of KL(π ‖ π_ref), unlike the gradient of the k3 estimate (arXiv 2510.01555).
 
-    A micro-batch's ``rollout_weights`` multiply each token's gradient of the first term, and nothing else: N,
-    S, clip decisions, ``actor/pg_loss`` (J as the band sees it), entropy and KL are those without them.
+    A micro-batch's ``rollout_weights`` multiply each token's gradient of the first term. They do not affect
+    N, S, clip decisions, ``actor/pg_loss`` (J without them), entropy and KL.
     """
 
     objective: PolicyObjective
     scoring: Scoring
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
-    """Above 0 every micro-batch must have ``reference_log_probs``."""
+    """If above 0, every micro-batch needs ``reference_log_probs``."""
     observer: Observer | None = None
-    """Called with every micro-batch, what the loss says of it, and the log-ratios [t], on the last pipeline
-    stage."""
+    """Called on the last pipeline stage with every micro-batch, its loss terms, and its log-ratios [t]."""
 
     def forward_step(
         self, data_iterator: Iterator[MicroBatch], model: Module
@@ -150,12 +140,12 @@ class PolicyLoss:
         """Megatron's ``loss_func``.
 
         Returns:
-            the loss, this rank's valid tokens (int), and metrics as [sum, denominator] pairs that add up
-            over micro-batches and over data × context parallel ranks.
+            the loss, this rank's number of valid tokens (int), and metrics as [sum, denominator] pairs, to be
+            summed over micro-batches and over data × context parallel ranks.
         """
         log_probs, entropy = self.scoring(batch, hidden, model)
         old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
-        # The difference first, the sum later: sums of thousands of log-probs would cancel.
+        # Subtract before summing: sums of thousands of log-probs would cancel.
         log_ratio = log_probs.detach() - old
         where: dict[str, Any] = {"mask": batch.mask, "group": self.scoring.groups.cp}
         terms = self.objective(
@@ -168,7 +158,7 @@ class PolicyLoss:
                     sequence_sums, segment=batch.segment, num_segments=batch.lengths.numel(), **where
                 ),
                 prefix_sums=partial(prefix_sums, borders=batch.borders, owner=batch.owner, **where),
-                # Tensor-parallel ranks need not agree here: the head takes the first one's word in backward.
+                # Tensor-parallel ranks need not agree: in backward the head uses the first one's gradients.
                 decided=lambda decisions: of_first_rank(decisions, self.scoring.groups.cp),
                 lengths=batch.lengths,
                 advantages=batch.advantages,
@@ -191,7 +181,7 @@ class PolicyLoss:
         per_token = batch.totals.num_sequences / max(batch.totals.num_tokens, 1)
         kl_gap = self._kl_gap(batch, log_probs.detach())
         weight = terms.weight
-        if batch.rollout_weights is not None:  # what is dropped or outside the mask stays 0
+        if batch.rollout_weights is not None:  # a weight of 0 (dropped, or outside the mask) stays 0
             weight = torch.where(weight != 0, weight * batch.rollout_weights, 0.0)
         weight = weight - self.kl_coef * per_token * kl_gap
         objective = torch.where(weight != 0, weight * log_probs, 0.0).sum()
@@ -202,7 +192,7 @@ class PolicyLoss:
         return loss, batch.mask.sum().int(), _metrics(batch, log_ratio, entropy.detach(), kl_gap, terms)
 
     def _kl_gap(self, batch: MicroBatch, log_probs: Tensor) -> Tensor:
-        """[t] log π - log π_ref, also the derivative of half its square; 0 where it does not count."""
+        """[t] log π - log π_ref, also the derivative of the k2 term; 0 outside the mask or if not finite."""
         if not self.kl_coef:
             return torch.zeros_like(log_probs)
         assert batch.reference_log_probs is not None, "kl_coef > 0 needs reference_log_probs"
@@ -213,13 +203,13 @@ class PolicyLoss:
 def _metrics(
     batch: MicroBatch, log_ratio: Tensor, entropy: Tensor, kl_gap: Tensor, terms: LossTerms
 ) -> dict[str, Tensor]:
-    """Per-token metrics, and the objective; per-sequence ones come from the observer's records."""
+    """Return per-token metrics and the objective; per-sequence metrics come from the observer's records."""
     kept = batch.mask & torch.isfinite(log_ratio) & torch.isfinite(entropy)
     tokens = kept.sum()
     ratio = torch.where(kept, log_ratio, 0.0)
     k3_sum, k3_count = k3_kl(ratio, kept)
     pairs = {
-        # Denominators that add up to N over the step: the mean is over N sequences, whoever holds them.
+        # Denominators sum to N over the step, so that the mean is over N sequences in every split.
         "actor/pg_loss": (
             -terms.objective,
             batch.totals.num_sequences * batch.mask.sum().double() / max(batch.totals.packed_tokens, 1),
@@ -236,13 +226,13 @@ def _metrics(
 
 
 def k3_kl(log_ratio_tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum, count) over masked tokens of k3 = r − 1 − log r, r = π_new/π_old: KL(old‖new) is sum/count. Takes
-    log r [T] in nats, of tokens sampled from the old policy, and what outside the mask may be anything.
+    """Estimate KL(old ‖ new) as sum/count over masked tokens of k3 = r − 1 − log r, r = π_new/π_old.
 
-    Returns two float64 scalars, to be added up over ranks before one is divided by the other. Tokens with a
+    Takes log r [T] in nats, of tokens sampled from the old policy; values outside the mask are ignored.
+    Returns (sum, count), float64 scalars, to be summed over ranks before the division. Tokens with a
     non-finite k3 are in neither.
     """
-    # expm1(x) − x keeps the digits of x²/2 that exp(x) − 1 − x loses.
+    # expm1(x) − x keeps the digits of x²/2 that exp(x) − 1 − x would lose.
     log_ratio = log_ratio_tokens.detach().double()
     k3 = log_ratio.expm1() - log_ratio
     counted = mask & k3.isfinite()
@@ -251,16 +241,13 @@ def k3_kl(log_ratio_tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _output_layer_passes_on(gpt: GPTModel) -> Iterator[None]:
-    """Have the output layer of the last stage hand its input on, for one forward.
-
-    ``GPTModel`` has no slot for an output layer of one's own in every version we support. The module is still
-    called, so hooks on it fire.
-    """
+    """Context manager: the last stage's output layer returns its input; its hooks still fire. Not every
+    supported version of ``GPTModel`` accepts a custom output layer."""
     if not gpt.post_process:
         yield
         return
     layer = gpt.output_layer
-    layer.forward = lambda hidden, *_, **__: (hidden, None)  # shadows the method of the class
+    layer.forward = lambda hidden, *_, **__: (hidden, None)  # shadows the class's method
     try:
         yield
     finally:
@@ -268,7 +255,7 @@ def _output_layer_passes_on(gpt: GPTModel) -> Iterator[None]:
 
 
 def _gpt(model: Module) -> GPTModel:
-    """The ``GPTModel`` inside the wrappers for data parallel and bf16."""
+    """Return the ``GPTModel`` inside the wrappers for data parallelism and bf16."""
     gpt: GPTModel = get_attr_wrapped_model(
         model, "share_embeddings_and_output_weights", return_model_obj=True
     )

@@ -1,16 +1,15 @@
-"""The router of a mixture of experts: its own choice or a given one, losses that no split of a batch changes,
-and a report.
+"""Router of a mixture of experts, with replay of given experts, losses independent of packs, and reports.
 
-What routers are to do with a micro-batch, and what they report, is a :class:`RouterPass`, which the
-micro-batch carries to them. So nothing is global, no list of routes has to be kept in step with the schedule,
-and another model that scores the same micro-batch knows nothing of it.
+A micro-batch carries a :class:`RouterPass` with instructions for the routers and, after the pass, their
+reports. So there is no global state to synchronize with the schedule, and other models that score the
+micro-batch are not affected.
 
-Replay is that of arXiv 2507.18071 (experts of the old pass) and 2510.11370 (of the sampler): experts are
-given, their weights are those of the present logits, with gradients to all that were chosen. The losses are
-taken sequence by sequence, as in arXiv 2412.19437: a sequence is the same in every pack.
+Replay follows arXiv 2507.18071 (experts of the old pass) and 2510.11370 (experts of the sampler): experts are
+given, and their weights come from the current logits, with gradients. The losses are computed per sequence,
+as in arXiv 2412.19437, because packs differ between layouts and sequences do not.
 
-Shapes: t tokens of a micro-batch on this rank, of which a router sees r (t / tp under sequence parallel); k
-of E experts for each.
+Shapes: t tokens of a micro-batch on this rank, of which a router sees r (t / tp under sequence parallelism);
+k of E experts per token.
 """
 
 from __future__ import annotations
@@ -33,48 +32,38 @@ from megatron_fspo.packing.batch import NO_ROUTE, MicroBatch
 from megatron_fspo.parallel.groups import ParallelGroups
 
 REPORT = ("tokens", "entropy", "aux_loss", "z_loss", "flips", "compared")
-"""What follows the load of each expert in a router's report: sums over tokens; the losses, without their
-factors, over sequences; and over (token, layer) with a response token to predict."""
+"""Columns of a router's report after the E loads: sums over tokens; losses without coefficients, over
+sequences; flips and compared routes over tokens whose label is a response token."""
 
 
 @dataclass(kw_only=True)
 class RouterPass:
-    """The routers' part in one pass over one micro-batch. Where layers are recomputed, a router runs twice
-    and reports the same twice. A place is the number of a layer among those of this rank, from 0."""
+    """Instructions for the routers in one pass over one micro-batch, and their reports. A place is the index
+    of a layer on this rank. If layers are recomputed, routers write the same entries twice."""
 
     replay: bool = False
-    """Take the experts of ``MicroBatch.routes``; otherwise they are only compared."""
+    """Use the experts in ``MicroBatch.routes``; otherwise only compare them with the router's choice."""
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
     chosen: dict[int, Tensor] = field(default_factory=dict)
-    """Place → [r, k] uint8 experts taken."""
+    """Place → [r, k] uint8 experts used."""
     flipped: dict[int, Tensor] = field(default_factory=dict)
-    """Place → [r] bool: the router's own choice is another set than ``MicroBatch.routes``."""
+    """Place → [r] bool: the router's choice differs, as a set, from ``MicroBatch.routes``."""
     reports: dict[int, Tensor] = field(default_factory=dict)
-    """Place → [E + 6] float64: tokens of each expert, and :data:`REPORT`."""
+    """Place → [E + 6] float64: tokens per expert, then the columns of :data:`REPORT`."""
 
 
 class PolicyRouter(TopKRouter):  # type: ignore[misc]
-    """Megatron's router with a routing of ours.
-
-    Attributes:
-        place: of its layer, among those of this rank.
-        batch: that its layer is at work on; None where nothing is asked of routers.
-    """
+    """Megatron's router with our ``routing``."""
 
     place: int
+    """Index of its layer among those of this rank."""
     batch: MicroBatch | None
+    """Micro-batch in its layer's forward; None outside, or without a :class:`RouterPass`."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Choose experts and weigh them.
-
-        Args:
-            logits: [r, 1, E].
-            padding_mask: Megatron's; padding has a route like any other token.
-
-        Returns:
-            weights [r, E], 0 for experts that are not chosen, and which are [r, E].
-        """
+        """Choose experts: logits [r, 1, E] → weights [r, E], 0 for experts not chosen, and the
+        choice [r, E], bool. Ignores ``padding_mask``: padding is routed, too."""
         logits = logits.view(-1, self.config.num_moe_experts)
         chosen = logits.detach().topk(self.topk, dim=1).indices
         batch = self.batch
@@ -82,7 +71,7 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]
             chosen, compared = self._compared(batch, chosen)
         wide = torch.promote_types(logits.dtype, torch.float32)
         if self.config.moe_router_pre_softmax:
-            # In fp32 as in transformers, whose order of best experts is that of the logits.
+            # Softmax in fp32 as in transformers; it has the same top k as the logits.
             weights = logits.softmax(-1, dtype=wide).type_as(logits).gather(1, chosen)
         else:
             weights = logits.gather(1, chosen).softmax(-1, dtype=wide).type_as(logits)
@@ -93,11 +82,8 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]
         return weights, routed
 
     def _compared(self, batch: MicroBatch, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Compare the router's own choice [r, k] with the routes of the micro-batch.
-
-        Returns:
-            the experts to take [r, k]; and which tokens [r] have a route.
-        """
+        """Compare the router's choice [r, k] with the micro-batch's routes; return the experts to use [r, k],
+        and which tokens have a route [r]."""
         chosen, work = own, batch.router
         known = torch.zeros_like(own[:, 0], dtype=torch.bool)
         flipped = known
@@ -114,7 +100,7 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]
     def _reported(
         self, batch: MicroBatch, logits: Tensor, weights: Tensor, routed: Tensor, compared: Tensor
     ) -> Tensor:
-        """Make the report, and give the losses' gradient to ``weights`` [r, E], the result."""
+        """Write the report; return ``weights`` [r, E] with the gradient of the losses attached."""
         work = batch.router
         segment, mask = self._here(batch.segment), self._here(batch.mask)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -137,25 +123,25 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]
     def _losses(
         self, batch: MicroBatch, segment: Tensor, logits: Tensor, scores: Tensor, routed: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Σ over sequences with a response, as far as they lie here, of two losses of this layer.
+        """Return this rank's share of the layer's two losses, summed over sequences with a response.
 
-        Load balance is E·Σ_e f_e·P_e, with f_e the share of expert e in the choices of the whole sequence and
-        P_e the mean of its score; f has no gradient. The other is the mean square of the log-sum-exp of the
-        logits (arXiv 2202.08906). One all-reduce over the ranks that share a sequence.
+        Load balance: E·Σ_e f_e·P_e, with f_e the share of expert e in the choices of the whole sequence (no
+        gradient) and P_e its mean score. z-loss: mean of logsumexp(logits)² (arXiv 2202.08906). Collective:
+        one all-reduce over the ranks that share a sequence.
         """
         n, (_, experts) = batch.lengths.numel(), scores.shape
         load = scores.new_zeros(n + 1, experts).index_add_(0, segment, routed.to(scores.dtype))
         if self.tp_cp_group.size() > 1:
             dist.all_reduce(load, group=self.tp_cp_group)
         choices = load.sum(1, keepdim=True).clamp(min=1)
-        counted = torch.nn.functional.pad(batch.lengths > 0, (0, 1))  # not the padding
+        counted = torch.nn.functional.pad(batch.lengths > 0, (0, 1))  # 0 for padding
         per_token = counted * self.topk / choices[:, 0]
         sums = torch.zeros_like(load).index_add(0, segment, scores)
         aux_loss = (per_token * experts * (load / choices * sums).sum(1)).sum()
         return aux_loss, (per_token[segment] * logits.logsumexp(-1).square()).sum()
 
     def _here(self, rows: Tensor) -> Tensor:
-        """This router's r rows of a micro-batch's t."""
+        """Select this router's r rows from the t of a micro-batch."""
         if not self.config.sequence_parallel:
             return rows
         part: Tensor = rows.chunk(self.tp_group.size())[self.tp_group.rank()]
@@ -163,7 +149,7 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]
 
 
 def install_routers(chunks: Sequence[Module]) -> None:
-    """Make the routers of a rank's chunks ours; each layer tells its router of the micro-batch."""
+    """Replace the routers of a rank's chunks, and hook layers to pass the micro-batch to their routers."""
     layers = [
         module for chunk in chunks for module in chunk.modules() if isinstance(module, TransformerLayer)
     ]
@@ -177,7 +163,7 @@ def install_routers(chunks: Sequence[Module]) -> None:
 
 
 def _begin(layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    # A layer that is computed again gets the same pack, whatever micro-batch the schedule is at.
+    # A recomputed layer gets its own pack again, whichever micro-batch the schedule has reached.
     batch = getattr(kwargs.get("packed_seq_params"), "batch", None)
     layer.mlp.router.batch = batch if batch is not None and batch.router is not None else None
 
@@ -187,16 +173,9 @@ def _end(layer: Any, args: Any, output: Any) -> None:
 
 
 class RouterPasses(list[RouterPass]):
-    """Those of all micro-batches of this rank in one pass, for the column ``router`` of its packs. Call the
-    methods when the pass is over; they are collective.
-
-    Args:
-        passes: in the order of the micro-batches.
-        groups: of the job's layout.
-        sequence: sequence parallel.
-        layers: numbers of this rank's layers in the model, from 0.
-        count: layers of the model.
-    """
+    """Router passes of this rank's micro-batches, in order, for the column ``router`` of its packs. Call the
+    methods after the pass; they are collective. ``sequence``: sequence parallelism is on; ``layers``: indices
+    of this rank's layers among the model's ``count``."""
 
     def __init__(
         self,
@@ -211,12 +190,12 @@ class RouterPasses(list[RouterPass]):
         self._groups, self._sequence, self._layers, self._count = groups, sequence, [*layers], count
 
     def routes(self) -> list[Tensor]:
-        """[t, layers, k] uint8 of each micro-batch: the experts taken in this rank's layers."""
+        """Return [t, layers, k] uint8 for each micro-batch: the experts used in this rank's layers."""
         return self._whole([torch.stack(_by_place(one.chosen), dim=1) for one in self])
 
     def flipped(self) -> list[Tensor]:
-        """[t] bool of each micro-batch: in some layer, of any pipeline stage, the router's own choice was
-        another than its ``routes``."""
+        """Return [t] bool for each micro-batch: in some layer of any pipeline stage, the router's choice
+        differs from ``routes``."""
         here = [torch.stack(_by_place(one.flipped)).any(0).to(torch.uint8) for one in self]
         tokens = self._whole(here)
         flat = torch.cat(tokens)
@@ -225,16 +204,16 @@ class RouterPasses(list[RouterPass]):
         return [row.bool() for row in torch.split(flat, [len(row) for row in tokens])]
 
     def report(self) -> Tensor:
-        """[layers of the model, E + 6] float64: the reports of all micro-batches of all ranks."""
+        """Return [layers of the model, E + 6] float64: sum of the reports over micro-batches and ranks."""
         here = torch.stack([torch.stack(_by_place(one.reports)) for one in self]).sum(0)
         mine = dict(zip(self._layers, here, strict=True))
         nothing = torch.zeros_like(mine[self._layers[0]])
         table = torch.stack([mine.get(layer, nothing) for layer in range(self._count)])
-        dist.all_reduce(table)  # ranks of a stage have other tokens, stages other layers
+        dist.all_reduce(table)  # ranks of a stage have different tokens, stages different layers
         return table
 
     def _whole(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors [r, …] of the micro-batches as [t, …]."""
+        """Gather [r, …] of each micro-batch to [t, …]."""
         if not self._sequence:
             return [*rows]
         flat = torch.cat([row.flatten() for row in rows])

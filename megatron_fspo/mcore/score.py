@@ -1,6 +1,6 @@
 """Log-probs of given sequences under a checkpoint, in any layout, without an optimizer.
 
-The path is that of training: packed micro-batches, Megatron's schedule, log-probs from hidden states.
+Uses the code path of training: packed micro-batches, Megatron's schedule, log-probs from hidden states.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_fspo.packing.zigzag import padded_length
 from megatron_fspo.parallel.groups import ParallelGroups, gather_lists, pack_layout
 from megatron_fspo.weights import Architecture, read_architecture
 
-# Of a micro-batch, over all context-parallel ranks; a longer sequence gets one of its own.
+# Per micro-batch, over all context-parallel ranks; a longer sequence raises it.
 _MAX_TOKENS = 16384
 
 
@@ -39,27 +39,21 @@ def score_checkpoint(
     backend: Backend,
     dtype: torch.dtype,
 ) -> list[Tensor] | None:
-    """Log-probs of every token but the first, given those before it. Collective over all ranks of the job.
+    """Return the log-prob of every token but the first, given those before it. Collective over the job.
 
-    Joins the job and leaves it at the end; several checkpoints may be scored one after the other, in
-    different layouts.
-
-    Args:
-        folder: a Hugging Face checkpoint, or a Megatron one with its ``config.json``.
-        sequences: token ids; the same on every rank.
-        parallel: the layout to score in.
-        backend: device and communication.
-        dtype: of parameters and activations.
+    ``folder`` is a Hugging Face checkpoint, or a Megatron checkpoint with its ``config.json``. ``sequences``
+    must be the same on every rank. Joins the job, and leaves it at the end, so several checkpoints can be
+    scored in different layouts.
 
     Returns:
-        per sequence of n tokens, fp32 [n - 1] on the CPU; None on all ranks but the first.
+        for each sequence of n tokens, fp32 [n - 1] on the CPU; None on all ranks but the first.
 
     Raises:
-        InputError: a sequence, the layout or the checkpoint does not fit. On every rank.
+        InputError: on every rank, if a sequence, the layout or the checkpoint does not fit.
     """
     arch = read_architecture(folder)
     check_parallel(arch, parallel)
-    _as_sequences(sequences, arch)  # what is wrong with them is said before long work
+    _as_sequences(sequences, arch)  # check them before long work
     join(backend, parallel=parallel)
     try:
         check_world(parallel, dist.get_world_size())
@@ -89,16 +83,16 @@ def score_sequences(
     device: torch.device,
     align: int = 1,
 ) -> list[Tensor] | None:
-    """The same under a running model, in the layout of ``parallel`` and ``groups``: ``score_batches`` gives
-    the log-probs [t] of each of this rank's micro-batches, which are on ``device``; rows of the model's
-    products must be a multiple of ``align``."""
+    """:func:`score_checkpoint` for a running model, in the layout of ``parallel`` and ``groups``:
+    ``score_batches`` returns the log-probs [t] of each of this rank's micro-batches, which are on ``device``;
+    their numbers of tokens are multiples of ``align``."""
     packed = _as_sequences(sequences, arch)
     layout = pack_layout(
         groups, device, sequence=parallel.sequence, interleaved=parallel.interleaved, align=align
     )
     longest = max((padded_length(len(ids), layout.context_size) for ids in sequences), default=0)
     batches = pack(packed, replace(layout, max_tokens=max(_MAX_TOKENS, longest)))
-    # Sequence, positions [k] from 0, and fp32 log-probs [k] of their next tokens.
+    # (sequence, positions [k] from 0, fp32 log-probs [k] of their next tokens)
     mine = [
         (index, batch.position_ids[0, here], values[here])
         for batch, on_device in zip(batches.on_host, score_batches(batches), strict=True)
@@ -116,10 +110,10 @@ def score_sequences(
 
 
 def _as_sequences(sequences: Sequence[Sequence[int]], arch: Architecture) -> Sequences:
-    """Each sequence as a prompt of its first token, and the rest as the response."""
+    """Make sequences whose prompt is the first token, and whose response is the rest."""
     for index, ids in enumerate(sequences):
         if not ids or not 0 <= min(ids) <= max(ids) < arch.vocab_size:
-            raise InputError(f"sequence {index}: needs tokens, all of them from 0 to {arch.vocab_size - 1}")
+            raise InputError(f"sequence {index} must have tokens, with ids from 0 to {arch.vocab_size - 1}")
     return Sequences.of(
         prompts=[ids[:1] for ids in sequences],
         responses=[ids[1:] for ids in sequences],

@@ -1,4 +1,4 @@
-"""Checks of a layout against model and job; without Megatron, so that a plan needs none."""
+"""Checks of a layout against model and job. Does not import Megatron, so that plans do not need it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_fspo.weights.table import TARGETS
 
 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:
-    """The vocabulary padded so that every tensor-parallel rank holds the same number of rows."""
+    """Vocabulary size padded so that every tensor-parallel rank holds the same number of rows."""
     return math.ceil(vocab_size / tensor) * tensor
 
 
 def check_parallel(arch: Architecture, parallel: Parallel) -> None:
-    """``InputErrors`` unless the model can be spread like this."""
+    """Raise ``InputErrors`` unless the model can be split in this layout."""
     problems = []
     try:
         check_tensor_parallel(arch, parallel.tensor)
@@ -40,39 +40,36 @@ def check_parallel(arch: Architecture, parallel: Parallel) -> None:
             f"parallel.tensor = {parallel.tensor} with a mixture of experts needs parallel.sequence = true"
         )
     if arch.experts is not None and arch.experts.per_token == 1 and arch.experts.normalize_top_k:
-        problems.append("num_experts_per_tok = 1 with norm_topk_prob = true: Megatron has no such router")
+        problems.append("Megatron has no router for num_experts_per_tok = 1 with norm_topk_prob = true")
     if problems:
         raise InputErrors(problems)
 
 
 def shares_prompts(config: Config, layers: str) -> bool:
-    """Resolve ``batch.share_prompts`` for ``layers``, local or transformer_engine.
-
-    Raises:
-        InputError: it is on where it cannot be.
-    """
+    """Resolve ``batch.share_prompts`` for ``layers``, local or transformer_engine. Raises ``InputError`` if
+    it is on, but the run does not support it."""
     wanted = config.batch.share_prompts
     if wanted == "off" or (wanted == "auto" and layers == "transformer_engine"):
         return False
     problem = None
     if config.parallel.context > 1:
-        problem = f"parallel.context = {config.parallel.context} cuts every sequence"
+        problem = f"parallel.context = {config.parallel.context} splits every sequence"
     elif config.moe.aux_loss_coef or config.moe.z_loss_coef:
-        problem = "the losses of [moe] are of whole sequences"
+        problem = "the losses of [moe] need whole sequences"
     if problem is not None and wanted == "on":
         raise InputError(f"batch.share_prompts = on, but {problem}: set batch.share_prompts = auto")
     return problem is None
 
 
 def check_world(parallel: Parallel, world_size: int) -> None:
-    """Raise ``InputError`` unless so many ranks can be laid out like this."""
+    """Raise ``InputError`` unless the layout fits the number of ranks."""
     size = parallel.model_size
     if world_size % size:
         sizes = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context")}
         product = " x ".join(f"parallel.{name} = {n}" for name, n in sizes.items() if n > 1)
         raise InputError(
             f"{product} does not divide the world size {world_size}: "
-            f"start it with torchrun --nproc-per-node a multiple of {size}"
+            f"start a multiple of {size} ranks (torchrun --nproc-per-node)"
         )
     stage = world_size // parallel.pipeline
     if stage % parallel.expert:
@@ -82,16 +79,13 @@ def check_world(parallel: Parallel, world_size: int) -> None:
 
 
 def adapters_of(keys: LoRA, arch: Architecture) -> Adapters | None:
-    """The adapters that a run asks for.
-
-    Raises:
-        InputError: matrices that cannot have one.
-    """
+    """Return the adapters that the keys ask for; None without LoRA. Raises ``InputError`` if the model does
+    not support adapters for a target."""
     if not keys.rank:
         return None
     legal = TARGETS if arch.experts is None else TARGETS[:4]
     if wrong := [target for target in keys.targets if target not in legal]:
-        raise InputError(f"lora.targets: {wrong[0]}: with experts adapters are those of {', '.join(legal)}")
+        raise InputError(f"lora.targets: {wrong[0]}: with experts, only {', '.join(legal)} can have adapters")
     scale = keys.alpha / (math.sqrt(keys.rank) if keys.rslora else keys.rank)
     targets = tuple(target for target in legal if target in (keys.targets or legal))
     return Adapters(rank=keys.rank, scale=scale, targets=targets)

@@ -1,4 +1,4 @@
-"""Process groups: torch.distributed and Megatron's parallel state, started once."""
+"""Start and end of torch.distributed and of Megatron's parallel state."""
 
 from __future__ import annotations
 
@@ -30,18 +30,15 @@ from megatron_fspo.parallel.control import Control, Patience
 from megatron_fspo.parallel.groups import ParallelGroups
 
 _jobs = itertools.count()
-_TELL_SECONDS = 60.0  # for the others to start, so that they hear why there will be no job
+_TELL_SECONDS = 60.0  # time for other ranks to connect and receive the error of one that failed early
 _control: Control | None = None
 _joined: tuple[Store, int, int] | None = None
 
 
 @contextmanager
 def job() -> Iterator[None]:
-    """Hold all that a rank does: an error of one ends the others with its message, and all leave together.
-
-    An error before the job is joined, in a file that only this machine has perhaps, reaches them, too. And a
-    rank ends when torchrun's agent does.
-    """
+    """Context manager around all that a rank does: an error on one rank, even before it joins the job, ends
+    the others with its message; on success all leave together. Under torchrun, a rank ends with its agent."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         end_with_parent()
     try:
@@ -51,7 +48,7 @@ def job() -> Iterator[None]:
     except BaseException as error:
         others = _control is not None or "MASTER_ADDR" in os.environ
         if others and not (isinstance(error, SystemExit) and not error.code):
-            with suppress(Exception):  # nobody to tell
+            with suppress(Exception):  # the other ranks cannot be reached
                 (_control or _connect(Parallel(collective_seconds=_TELL_SECONDS))).fail(error)
         raise
     finally:
@@ -59,17 +56,14 @@ def job() -> Iterator[None]:
 
 
 def join(backend: Backend, *, parallel: Parallel | None = None) -> Control:
-    """Join the job that torchrun started; a lone process is a job of one. Does nothing while joined.
-
-    Raises:
-        TrainingError: some ranks do not come in the time of ``parallel``, or failed before they did.
-    """
+    """Join the job that torchrun started; without it, a job of one process. Does nothing while joined. Raises
+    ``TrainingError`` if ranks do not start within ``parallel.collective_seconds``, or fail before."""
     global _control
     backend.install()
     if _control is not None:
         return _control
     parallel = parallel or Parallel()
-    # At its exit the interpreter would look for cycles in all that Megatron and torch imported, for seconds.
+    # At exit the interpreter would otherwise collect garbage in torch and Megatron, for seconds.
     atexit.register(gc.freeze)
     _control = _connect(parallel)
     _control.meet("the ranks to start", seconds=parallel.collective_seconds)
@@ -78,20 +72,20 @@ def join(backend: Backend, *, parallel: Parallel | None = None) -> Control:
     store, rank, world_size = _rendezvous(parallel.collective_seconds)
     dist.init_process_group(
         backend.collectives,
-        # After stop() the job may be joined again; the addresses of the first time are stale.
+        # A new prefix, as the job may be joined again after stop(), when old addresses are stale.
         store=PrefixStore(f"megatron_fspo/{next(_jobs)}", store),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=parallel.collective_seconds),
         device_id=backend.device if backend.device.type == "cuda" else None,
     )
-    # One that is connected to all, and leaves at once, would break the group for those that still connect.
+    # A rank that left as soon as it is connected would break the group for those still connecting.
     _control.meet("the ranks to connect", seconds=parallel.collective_seconds)
     return _control
 
 
 def _connect(parallel: Parallel) -> Control:
-    """Join the control of the job, by which ranks wait and are watched, on a connection of its own."""
+    """Start the job's control (waits and heartbeat), on its own connection to the store."""
     store, rank, world_size = _rendezvous(parallel.collective_seconds)
     patience = Patience(wait=parallel.wait_seconds, silence=parallel.silence_seconds)
     if world_size == 1:
@@ -101,16 +95,16 @@ def _connect(parallel: Parallel) -> Control:
         rank,
         world_size,
         patience,
-        # torchrun's agent has the store, else the first rank.
+        # The store is in torchrun's agent, or else in the first rank.
         hosts=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         speaks=os.environ.get("LOCAL_RANK", "0") == "0",
     )
 
 
 def _rendezvous(seconds: float) -> tuple[Store, int, int]:
-    """Return the store in which the ranks find each other, rank and world size."""
+    """Return the rendezvous store, rank and world size."""
     global _joined
-    if dist.is_initialized():  # by a program that uses this as a library
+    if dist.is_initialized():  # by a program that uses this package as a library
         return _get_default_store(), dist.get_rank(), dist.get_world_size()
     if _joined is None:
         alone = "MASTER_ADDR" not in os.environ
@@ -119,41 +113,41 @@ def _rendezvous(seconds: float) -> tuple[Store, int, int]:
 
 
 def _of_environment(seconds: float) -> tuple[Store, int, int]:
-    """Rendezvous by the variables of the environment that a launcher sets.
+    """Rendezvous by the environment variables that a launcher sets.
 
     Raises:
-        InputError: a variable is missing or wrong, or the port is in use.
-        TrainingError: nobody answers there, or not all ranks come.
+        InputError: a variable is missing or invalid, or the port is in use.
+        TrainingError: there is no answer from the master address, or not all ranks start.
     """
     try:
         store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
     except ValueError as error:
-        raise InputError(f"the environment of this rank: {error}") from None
+        raise InputError(f"environment variables of this rank: {error}") from None
     except dist.DistError as error:
         address = f"MASTER_ADDR = {os.environ['MASTER_ADDR']}, MASTER_PORT = {os.environ.get('MASTER_PORT')}"
         if "EADDRINUSE" in str(error):
-            raise InputError(f"{address}: the port is in use, choose another") from None
-        raise TrainingError(f"{address}: nobody answers: {str(error).splitlines()[0]}") from None
+            raise InputError(f"{address}: the port is in use, choose another one") from None
+        raise TrainingError(f"{address}: no answer: {str(error).splitlines()[0]}") from None
     return PrefixStore(agree_on_start_id(store, rank, size, seconds=seconds), store), rank, size
 
 
 def start(backend: Backend, *, parallel: Parallel, seed: int) -> ParallelGroups:
-    """Join the job and build its groups; every rank of a model initialises weights from the same stream.
+    """Join the job, build its process groups, and seed the random generators. Collective.
 
-    Megatron's rank order, innermost first: tensor, context, data, pipeline. An expert-parallel group is a run
-    of neighbours within a pipeline stage. The layout fits the world size
+    Megatron's rank order, innermost first: tensor, context, data, pipeline. An expert-parallel group is a
+    range of ranks within a pipeline stage. The layout must fit the world size
     (:func:`~megatron_fspo.mcore.sizes.check_world`).
     """
     control = join(backend, parallel=parallel)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
-        # Megatron asks for None where there is one chunk per stage.
+        # Megatron requires None for one chunk per stage.
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.interleaved else None,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,
-        # Second groups for gathering checkpoints through the CPU, which checkpoint.py does not do.
+        # Only needed to gather checkpoints through the CPU, which checkpoint.py does not do.
         create_gloo_process_groups=False,
         distributed_timeout_minutes=parallel.collective_seconds / 60,
     )
@@ -163,16 +157,16 @@ def start(backend: Backend, *, parallel: Parallel, seed: int) -> ParallelGroups:
 
 
 def stop() -> None:
-    """Leave the job."""
+    """Leave the job and destroy its process groups."""
     global _control
     if _control is not None:
         _control.close()
         _control = None
     parallel_state.destroy_model_parallel()
-    # Megatron caches RoPE tables by module, and a module holds its context-parallel group: a gloo group that
-    # outlives its backend aborts the interpreter's exit now and then.
+    # Megatron's cache of RoPE tables holds modules, and so context-parallel groups. A gloo group that
+    # outlives its backend sometimes aborts the interpreter at exit.
     RotaryEmbedding.forward.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
-    # Models and their hooks hold each other and their groups, whose threads go on until they are collected.
+    # Models are in reference cycles with hooks and hold groups, whose threads run until they are collected.
     gc.collect()

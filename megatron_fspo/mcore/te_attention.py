@@ -1,4 +1,4 @@
-"""Transformer Engine's attention, but for packs in which sequences share a prompt: it has no such mask."""
+"""Transformer Engine's attention, replaced by ours for packs with shared prompts, whose mask it lacks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_fspo.mcore.packed_attention import packed_attention
 
 
 class SharingAttention(TEDotProductAttention):  # type: ignore[misc, unused-ignore]
-    """Arguments as Megatron's, [t, h, d] and [t, g, d] -> [t, h * d]."""
+    """Core attention with Megatron's arguments: [t, h, d] and [t, g, d] → [t, h·d]."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         batch = getattr(kwargs.get("packed_seq_params"), "batch", None)

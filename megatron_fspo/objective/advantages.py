@@ -1,7 +1,7 @@
 """Advantages from the rewards of a group: n responses to each of P prompts.
 
-Shapes: rewards and advantages [P, n]; ``.flatten()`` gives the surrogate's [N], prompt by prompt.
-A group whose rewards are all equal has advantages of exactly 0, so that rounding never becomes a gradient.
+Shapes: rewards and advantages are [P, n]; ``.flatten()`` gives [N], prompt by prompt. If all rewards of a
+group are equal, its advantages are exactly 0.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from torch import Tensor
 
 
 def leave_one_out_advantages(rewards: Tensor) -> Tensor:
-    """A_ij = r_ij − mean of the other n − 1 rewards of the group = (r_ij − mean_i)·n/(n − 1).
+    """Return A_ij = r_ij − mean of the group's other n − 1 rewards = (r_ij − mean_i)·n/(n − 1).
 
-    Returns [P, n] in float32, or float64 if the rewards are.
-    Raises ``ValueError`` unless rewards are [P, n] with n >= 2 and finite; the message names the position.
-    Source: RLOO (arXiv 2402.14740). The default here; which advantages the FSPO paper uses is not known.
+    The result is [P, n] in float32, or float64 if the rewards are.
+    Raises ``ValueError`` unless the rewards are finite and [P, n] with n >= 2.
+    Source: RLOO (arXiv 2402.14740). Our default: we do not know which advantages the FSPO paper uses.
     """
     centred = _centred(rewards)
     size = centred.shape[1]
@@ -23,11 +23,11 @@ def leave_one_out_advantages(rewards: Tensor) -> Tensor:
 
 
 def group_normalized_advantages(rewards: Tensor, eps: float = 1e-6) -> Tensor:
-    """A_ij = (r_ij − mean_i) / (std_i + eps), where std has n − 1 in its denominator.
+    """Return A_ij = (r_ij − mean_i) / (std_i + eps), where the variance is divided by n − 1.
 
-    Returns [P, n] in float32, or float64 if the rewards are.
-    Raises ``ValueError`` as ``leave_one_out_advantages`` does, and unless eps > 0.
-    Source: GRPO (arXiv 2402.03300); n − 1 and the place and size of eps are those of verl, slime and ROLL.
+    The result is [P, n] in float32, or float64 if the rewards are.
+    Raises ``ValueError`` as :func:`leave_one_out_advantages` does, and unless eps > 0.
+    Source: GRPO (arXiv 2402.03300). n − 1 and eps are as in verl, slime and ROLL.
     """
     if not eps > 0.0:
         raise ValueError(f"eps must be above 0, got {eps}")
@@ -45,8 +45,8 @@ def _centred(rewards: Tensor) -> Tensor:
         row, column = bad[0].tolist()
         raise ValueError(
             f"rewards must be finite: rewards[{row}, {column}] is {rewards[row, column].item()}, "
-            f"{len(bad)} of {rewards.numel()} are not"
+            f"{len(bad)} of {rewards.numel()} values are not finite"
         )
-    # Differences from the group's first reward: equal rewards then give exact zeros, however the mean rounds.
+    # Subtract the group's first reward first: equal rewards then give exactly 0, however the mean rounds.
     relative = rewards - rewards[:, :1]
     return relative - relative.mean(dim=1, keepdim=True)

@@ -1,7 +1,7 @@
-"""Where the clip sits: limits on the sequence log-ratio S, as a function of the response length L.
+"""Clip bands: limits on the sequence log-ratio S as a function of the response length L.
 
-Shapes: N sequences. Units: S and all limits are in nats; L counts response tokens.
-A band knows nothing of advantages; which of its sides clips is the surrogate's business.
+Shapes: N sequences. Units: S and all limits in nats, L in response tokens. A band does not depend on
+advantages; the surrogate decides which of its sides clips.
 """
 
 from __future__ import annotations
@@ -14,57 +14,56 @@ import torch
 from torch import Tensor
 
 DEFAULT_C = 0.03
-"""Both sides of FSPO's band where nothing else is given, in nats per √token."""
+"""Default c_low and c_high of FSPO's band, in nats per √token."""
 
 
 class ClipBand(Protocol):
-    """A band low <= S <= high, and the importance ratio exp(scale·S) that it belongs to."""
+    """Limits low <= S <= high, and the importance ratio exp(scale·S) that they belong to."""
 
     @property
     def drift(self) -> float:
-        """Centre of the band in nats per token."""
+        """Centre of the band, in nats per token."""
 
     def bounds(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """(low [N], high [N]) on S in nats: float32, or the dtype of ``lengths`` if that is floating."""
+        """Return (low [N], high [N]), limits on S in nats: float32, or the dtype of floating ``lengths``."""
 
     def log_ratio_scale(self, lengths: Tensor) -> Tensor:
-        """scale [N] of the importance ratio exp(scale·S): 1 for a ratio of sequences, 1/L for GSPO's mean."""
+        """Return scale [N] of the importance ratio exp(scale·S): 1 for e^S, 1/L for GSPO's e^(S/L)."""
 
 
 class DualClip(Protocol):
-    """A second limit, used for A < 0 only, where the min-form leaves ratio·A unbounded below."""
+    """An upper limit on S for A < 0, where PPO's minimum leaves ratio·A unbounded below."""
 
     def log_bound(self, lengths: Tensor, scale: Tensor) -> Tensor:
-        """Upper limit [N] on S in nats; ``scale`` [N] is the band's ``log_ratio_scale`` for these lengths."""
+        """Return the upper limit [N] on S in nats; ``scale`` [N] is the band's ``log_ratio_scale``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FSPOBand:
-    """−c_low·w(L) + drift·L <= S <= c_high·w(L) + drift·L, with ratio exp(S); w is :func:`width`.
+    """FSPO's band: −c_low·w(L) + drift·L <= S <= c_high·w(L) + drift·L, with ratio e^S. w is :func:`width`.
 
-    S is asymptotically normal with a variance in proportion to L, so with w = √L the share of sequences
-    outside is the same at every length. What an update gives to all tokens of a response adds up faster:
-    with a variance of n²·L + s²·L² it is the same with w = √(L + L²/L*), L* = n²/s².
+    If token log-ratios are independent, S is asymptotically normal with a variance proportional to L. With
+    w = √L, the share of sequences outside is then the same at every length. If updates also shift all tokens
+    of a response together, the variance is n²·L + s²·L², and w = √(L + L²/L*), L* = n²/s², does the same.
 
     Example::
 
         FSPOBand(c_low=0.03, c_high=0.03)
 
-    Source: the √L band and a KL-corrected drift term are in the abstracts of arXiv 2509.09177 [seen]; the two
-    sides, c near 0.03 and drift ≈ 0 are second-hand; the form of the drift, the free
-    exponent and L* are ours.
-    Raises ``ValueError`` naming the field that is not legal.
+    Source: the √L band is in the abstracts of arXiv 2509.09177, a KL-corrected drift term in that of v1.
+    Second-hand: c_low ≠ c_high, c near 0.03, drift ≈ 0. Ours: the form of the drift, other exponents, L*.
+    Raises ``ValueError`` naming the invalid field.
     """
 
     c_low: float
-    """Nats per token^a, above 0. About twice the noise of S/√L: see ``calibration``."""
+    """Nats per token^a, above 0. About 2σ̂, see ``calibration``."""
     c_high: float
     drift: float = 0.0
     """Centre of the band in nats per token: 0, or −KL(old‖new) from ``calibration.drift_from_*``."""
     exponent: float = 0.5
-    """a, from 0 (a constant band) to 1 (a band on the mean log-ratio)."""
+    """a, from 0 (constant band) to 1 (band on the mean log-ratio S/L)."""
     crossover: float | None = None
-    """L* in tokens; None for no such part of S."""
+    """L* in tokens; None: w(L) = L^a."""
 
     def __post_init__(self) -> None:
         require_positive("FSPOBand.c_low", self.c_low)
@@ -98,9 +97,9 @@ class _RatioBand:
 
 @dataclass(frozen=True, kw_only=True)
 class RLOOBand(_RatioBand):
-    """log(1 − eps_low) <= S <= log(1 + eps_high), with ratio exp(S): one width for every length.
+    """Constant limits log(1 − eps_low) <= S <= log(1 + eps_high), with ratio e^S.
 
-    Source: PPO's clip on the ratio of the whole sequence, as TRL runs RLOO (arXiv 2402.14740), with ε = 0.2.
+    Source: PPO's clip on the ratio of the whole sequence, with ε = 0.2 as in TRL's RLOO (arXiv 2402.14740).
     Raises ``ValueError`` unless 0 < eps_low < 1 and eps_high > 0.
     """
 
@@ -114,9 +113,9 @@ class RLOOBand(_RatioBand):
 
 @dataclass(frozen=True, kw_only=True)
 class GSPOBand(_RatioBand):
-    """1 − eps_low <= exp(S/L) <= 1 + eps_high; on S that is L·log(1 − eps_low) <= S <= L·log(1 + eps_high).
+    """Limits on the mean log-ratio: L·log(1 − eps_low) <= S <= L·log(1 + eps_high), with ratio e^(S/L).
 
-    Source: GSPO (arXiv 2507.18071), which clips at 3e-4 and 4e-4. A PPO-like 0.2 never clips here.
+    Source: GSPO (arXiv 2507.18071), with limits of 3e-4 and 4e-4. PPO's usual 0.2 never clips here.
     Raises ``ValueError`` unless 0 < eps_low < 1 and eps_high > 0.
     """
 
@@ -125,16 +124,16 @@ class GSPOBand(_RatioBand):
         return length * math.log1p(-self.eps_low), length * math.log1p(self.eps_high)
 
     def log_ratio_scale(self, lengths: Tensor) -> Tensor:
-        # An empty response has no mean; any finite scale will do, the surrogate leaves it out.
+        # An empty response has no mean. Any finite scale will do: the surrogate ignores the response.
         return 1.0 / _floating(lengths).clamp(min=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthFairDualClip:
-    """S <= c·w(L) + drift·L for A < 0: acts on the same share of sequences at every length.
+    """Dual clip S <= c·w(L) + drift·L for A < 0, which clips the same share of sequences at every length.
 
-    Give it the band's exponent, L* and drift, and about twice the band's c. Source: ours.
-    Raises ``ValueError`` naming the field that is not legal.
+    Give it the exponent, L* and drift of the band, and about twice its c_high. Source: ours.
+    Raises ``ValueError`` naming the invalid field.
     """
 
     c: float
@@ -153,10 +152,10 @@ class LengthFairDualClip:
 
 @dataclass(frozen=True, kw_only=True)
 class ConstantDualClip:
-    """exp(scale·S) <= ratio for A < 0, so S <= log(ratio)/scale.
+    """Dual clip exp(scale·S) <= ratio for A < 0, that is S <= log(ratio)/scale.
 
-    The limit is on the band's own importance ratio: exp(S) for FSPO and RLOO, exp(S/L) for GSPO. On exp(S) it
-    is unfair to length: with c = 0.03 even the edge of FSPO's band passes 3.0 from L ≈ 1,340 on.
+    It limits the band's own ratio: e^S for FSPO and RLOO, e^(S/L) for GSPO. A constant limit on e^S clips
+    long sequences first: with c = 0.03, the edge of FSPO's band itself exceeds 3.0 for L > 1,340.
     Source: dual-clip PPO (arXiv 1912.09729). Raises ``ValueError`` unless ratio > 1.
     """
 
@@ -171,7 +170,8 @@ class ConstantDualClip:
 
 
 def width(lengths: Tensor, exponent: float = 0.5, crossover: float | None = None) -> Tensor:
-    """w(L) [N] of floating L [N]: L^a, or with L* L^a·√(1 + L/L*), which is √(L + L²/L*) for a = ½."""
+    """Return w(L) [N] for floating L [N]: L^a, or with a crossover L^a·√(1 + L/L*), √(L + L²/L*) for a =
+    ½."""
     unit = lengths**exponent
     return unit if crossover is None else unit * (1 + lengths / crossover).sqrt()
 
@@ -181,7 +181,7 @@ def _floating(lengths: Tensor) -> Tensor:
 
 
 def require_positive(field: str, value: float) -> None:
-    """Raise ``ValueError``, with the name of the field, unless its value is finite and above 0."""
+    """Raise ``ValueError`` naming the field unless its value is finite and above 0."""
     if not 0.0 < value < math.inf:
         raise ValueError(f"{field} must be finite and above 0, got {value}")
 

@@ -1,22 +1,22 @@
-"""How wide the band should be, measured: the noise of S, how fast it grows with length, and the drift.
+"""Measure what the band should be: the noise of S, its growth with length, and the drift.
 
-The exponent a of spread(S) ∝ L^a: √L is the law of noise, of independent terms. What training moves adds up
-along a response and grows faster, up to L. A band on L^½ then clips long responses more often, so a run may
-measure a and use it instead. The spread is taken from quantiles of |S| by length bin, not from variances: S
-has heavy tails, and a few sequences would decide. It is the quantile at 0.7: the median says little of where
-the band's edge lies, and the tail beyond 0.85 is too thin to measure in a few mini-batches. A law that is one
-power for every quantile gives the same a for each. Where both noise and a shift common to all tokens are in
-S, no power fits, and the length L* at which they are equal may be measured in its place.
+Growth is the exponent a in spread(S) ∝ L^a. Independent tokens (noise) give a = ½. What an update shifts in
+all tokens of a response adds up faster, up to a = 1, and a √L band then clips long responses more often. So a
+run may measure a. If S has both noise and a common shift, no power fits; a run may then measure the length L*
+at which the two are equal.
 
-Two ways that look natural and do harm:
+The spread is the 70% quantile of |S| in each length bin. S has heavy tails, so a few sequences would decide a
+variance; the median says little about the band's edge; a few mini-batches have too few values beyond 85%.
 
-* **A controller that holds a clip rate** is a positive feedback loop: larger updates, larger S, wider band.
-  So ``BandCalibrator`` measures until σ̂ is steady, c only falls meanwhile, and is fixed from then on.
-* **The batch mean of S/L as drift** is mostly the learning signal: the band follows the policy down. Use
-  ``drift_from_kl`` or ``drift_from_sigma``, which are capped, and leave drift at 0 unless there is a reason.
+Avoid two obvious methods:
 
-Shapes: N sequences, T tokens. Units: S in nats, L in response tokens; σ in nats per token^a; a has none.
-Source: all of this file is ours.
+* **Adjusting c to hold a clip rate** is a positive feedback loop: larger updates, larger S, wider band.
+  ``BandCalibrator`` measures until σ̂ is steady, only lowers c meanwhile, and then keeps it.
+* **The batch mean of S/L as drift** is mostly the learning signal, so the band would follow the policy.
+  ``drift_from_kl`` and ``drift_from_sigma`` are capped; leave the drift at 0 unless there is a reason.
+
+Shapes: N sequences. Units: S in nats, L in response tokens; σ in nats per token^a; a has none. Source: all of
+this file is ours.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ from megatron_fspo.objective.band import width
 from megatron_fspo.objective.fairness import length_bins
 
 QUANTILE = 0.7
-"""The quantile of |S| within a length bin that stands for its spread."""
+"""Quantile of |S| in a length bin that measures its spread."""
 LEAST_SPAN = 3.0
-"""Length of the longest bin over that of the shortest, below which no exponent is measured."""
+"""Smallest ratio of the lengths of longest and shortest bin for which an exponent is measured."""
 _LEAST_BINS = 4
 _LEAST_IN_BIN = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exponent:
-    """The exponent of S in some sequences."""
+    """Growth of S with length, measured from some sequences."""
 
     value: float
     """a in spread(S) ∝ L^a."""
     interval: tuple[float, float]
-    """95%, from leaving out one block after the other."""
+    """95% interval, by leaving out one block at a time."""
     span: float
     """Mean length of the longest bin over that of the shortest."""
 
 
 def usable(log_ratio_sums: Tensor, lengths: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-    """S and L in float64 on the CPU, and other columns, without empty responses and what is not finite."""
+    """Return S and L in float64, and ``more`` columns, on the CPU without empty or non-finite sequences."""
     sums, lengths = log_ratio_sums.detach().cpu().double(), lengths.detach().cpu().double()
     keep = sums.isfinite() & (lengths > 0)
     return sums[keep], lengths[keep], *(column.cpu()[keep] for column in more)
 
 
 def fit_exponent(log_ratio_sums: Tensor, lengths: Tensor, num_bins: int = 8) -> float:
-    """The exponent a in spread(S) ∝ L^a: the slope of the log quantile of |S| against log L over length bins.
+    """Return a of spread(S) ∝ L^a: the least-squares slope of log spread against log L over length bins.
 
-    Takes S [N] in nats and L [N], and leaves out what is not finite or empty; least squares, one point per
-    bin. Returns nan if fewer than two bins have a spread above 0. A random walk gives 0.5.
+    Takes S [N] in nats and L [N], ignoring empty and non-finite sequences. Independent tokens give ½. NaN if
+    fewer than two bins have a spread above 0.
     """
     sums, kept = usable(log_ratio_sums, lengths)
     points = _points(sums, kept, length_bins(kept, num_bins))
@@ -71,10 +71,10 @@ def fit_exponent(log_ratio_sums: Tensor, lengths: Tensor, num_bins: int = 8) -> 
 
 
 def fit_crossover(log_ratio_sums: Tensor, lengths: Tensor, num_bins: int = 8) -> float | None:
-    """L*, tokens, of spread(S) ∝ √(L + L²/L*), from 1 to 100 times the longest L; None where √L fits best.
+    """Return L* in tokens of spread(S) ∝ √(L + L²/L*), or None if √L fits best.
 
-    Takes S [N] in nats and L [N]. Of fifty L*, it is the one with which the spread of S over that width
-    differs least between bins of length, in log. The end of the range stands for no L* at all.
+    Takes S [N] in nats and L [N]. Of 50 values from 1 to 100 times the longest L, L* is that with the least
+    variance of log(spread of S/w(L)) between length bins; the largest means √L. None for fewer than two bins.
     """
     sums, kept = usable(log_ratio_sums, lengths)
     bins = length_bins(kept, num_bins)
@@ -90,36 +90,35 @@ def fit_crossover(log_ratio_sums: Tensor, lengths: Tensor, num_bins: int = 8) ->
 
 
 def measure_exponent(log_ratio_sums: Tensor, lengths: Tensor, blocks: Tensor, num_bins: int = 8) -> Exponent:
-    """The exponent of S with its interval, from sequences that several optimizer steps saw.
+    """Return the exponent of S with a 95% interval, from sequences of several optimizer steps.
 
-    Sequences of one step are moved by the same update, so steps are what is left out, one at a time (a
-    delete-a-group jackknife), with the t quantile of their number.
+    One update moves all sequences of its step together, so the interval comes from leaving out one step at a
+    time (a delete-a-group jackknife), with Student's t for the number of steps.
 
     Args:
         log_ratio_sums: S [N] in nats.
         lengths: L [N].
-        blocks: int64 [N], the optimizer step of each, or another group that goes together; at least 3.
-        num_bins: bins of length, with equally many sequences.
+        blocks: int64 [N], the step of each sequence, or another group of dependent sequences; at least 3.
+        num_bins: length bins, with equal numbers of sequences.
 
     Raises:
-        ValueError: fewer than 3 blocks; too few sequences with S ≠ 0; or lengths that span too little to say
-            anything of growth.
+        ValueError: fewer than 3 blocks, too few sequences with S ≠ 0, or lengths that differ too little.
     """
     numbers = sorted(set(blocks.tolist()))
     if len(numbers) < 3:
-        raise ValueError(f"{len(numbers)} independent groups of sequences; an interval needs 3")
+        raise ValueError(f"{len(numbers)} independent groups of sequences; an interval needs at least 3")
     sums, kept, steps = usable(log_ratio_sums, lengths, blocks)
     if (count := int((sums != 0).sum())) < _LEAST_BINS * _LEAST_IN_BIN:
-        raise ValueError(f"{count} sequences with S other than 0; {_LEAST_BINS * _LEAST_IN_BIN} are needed")
+        raise ValueError(f"{count} sequences have S ≠ 0; at least {_LEAST_BINS * _LEAST_IN_BIN} are needed")
     bins = length_bins(kept, num_bins)
     points = _points(sums, kept, bins)
     span = math.exp(points[-1][0] - points[0][0]) if points else 1.0
     if len(points) < _LEAST_BINS or span < LEAST_SPAN:
         raise ValueError(
-            f"the lengths span too little: {len(points)} bins of different lengths, the longest {span:.2g} "
-            f"times the shortest; {_LEAST_BINS} bins and {LEAST_SPAN:g} times are needed"
+            f"the lengths span too little: {len(points)} length bins, the longest {span:.2g} times the "
+            f"shortest; at least {_LEAST_BINS} bins and {LEAST_SPAN:g} times are needed"
         )
-    # The bins stay: edges that jump to another length would count as noise.
+    # Keep the bins: edges that jump to another length would count as noise.
     left = [_slope(_points(*(part[steps != number] for part in (sums, kept, bins)))) for number in numbers]
     half = student_t(len(numbers) - 1) * jackknife(left)
     value = _slope(points)
@@ -127,7 +126,7 @@ def measure_exponent(log_ratio_sums: Tensor, lengths: Tensor, blocks: Tensor, nu
 
 
 def _points(sums: Tensor, lengths: Tensor, bins: Tensor) -> list[tuple[float, float]]:
-    """(log L, log spread) of every bin that has one, short to long."""
+    """Return (log L, log spread) of every bin with a spread above 0, shortest first."""
     points = []
     for number in sorted(set(bins.tolist())):
         here = bins == number
@@ -144,13 +143,14 @@ def _slope(points: list[tuple[float, float]]) -> float:
 
 
 def jackknife(left: list[float]) -> float:
-    """Standard error of a figure, from its values with one block after the other left out."""
+    """Return the standard error of an estimate, from its values with one block left out at a time."""
     values = torch.tensor(left, dtype=torch.float64)
     return ((len(left) - 1) * values.var(correction=0)).sqrt().item()
 
 
 def student_t(degrees: float) -> float:
-    """97.5% quantile of Student's t: to 1% above 2 degrees (Abramowitz, Stegun 26.7.5), below that of 1."""
+    """Return the 97.5% quantile of Student's t: within 1% above 2 degrees of freedom (Abramowitz and Stegun
+    26.7.5), exact at 2, and that of 1 below 2."""
     if degrees <= 2:
         return math.tan(math.pi * 0.475) if degrees < 2 else 0.95 * math.sqrt(2 / (1 - 0.95**2))
     z = 1.959963984540054
@@ -163,7 +163,7 @@ def student_t(degrees: float) -> float:
 
 
 STEADY = 1.5
-"""Ratio of σ̂ in two windows up to which it counts as steady. c = 2σ̂ is then between 1.3 and 3 σ̂ of either."""
+"""Largest ratio of σ̂ in two windows that counts as steady. c = 2σ̂ is then 1.3 to 3 times σ̂ of either."""
 
 # Median of |Z| for a standard normal Z.
 _NORMAL_MAD = 0.6744897501960817
@@ -172,18 +172,18 @@ _NORMAL_MAD = 0.6744897501960817
 def sigma_hat(
     log_ratio_sums: Tensor, lengths: Tensor, exponent: float = 0.5, crossover: float | None = None
 ) -> float:
-    """Robust noise of S per unit of the band's width: σ̂ = median_i(|S_i|/w(L_i)) / 0.6745.
+    """Return σ̂ = median_i(|S_i|/w(L_i)) / 0.6745, the robust noise of S per unit of the band's width.
 
-    For S ~ Normal(0, σ²L) and w = √L this estimates σ. It is a median because S/√L has very heavy tails
-    (kurtosis 147 in a run of ours, where the rms was 3–4 times as large): a few sequences would set the rms.
+    For S ~ Normal(0, σ²L) and w = √L, this estimates σ. A median, because S/√L has very heavy tails: in one
+    of our runs its kurtosis was 147 and its rms 3–4 times as large.
 
     Args:
-        log_ratio_sums: S [N] in nats. Non-finite ones are left out.
-        lengths: L [N], response tokens. Sequences with L = 0 are left out.
-        exponent: a of :func:`~megatron_fspo.objective.band.width`, the band's.
-        crossover: L* of it.
+        log_ratio_sums: S [N] in nats. Non-finite values are ignored.
+        lengths: L [N], response tokens. Sequences with L = 0 are ignored.
+        exponent: a of the band's :func:`~megatron_fspo.objective.band.width`.
+        crossover: its L*.
 
-    Raises ``ValueError`` if no sequence is left.
+    Raises ``ValueError`` if no sequence remains.
     """
     sums, kept = usable(log_ratio_sums, lengths)
     if len(sums) == 0:
@@ -192,39 +192,36 @@ def sigma_hat(
 
 
 def drift_from_kl(kl_per_token: float, cap: float) -> float:
-    """drift = −min(KL, cap), nats per token: E_old[S] = −L·KL(old‖new), the centre of the noise."""
+    """Return −min(KL, cap), nats per token: E_old[S] = −L·KL(old‖new) is the centre of the noise."""
     return 0.0 - min(kl_per_token, cap)
 
 
 def drift_from_sigma(sigma: float, cap: float) -> float:
-    """drift = −min(σ²/2, cap), nats per token: KL ≈ σ²/2 for small per-token log-ratios with deviation σ."""
+    """Return −min(σ²/2, cap), nats per token: KL ≈ σ²/2 for small log-ratios with deviation σ."""
     return drift_from_kl(sigma * sigma / 2.0, cap)
 
 
 class BandCalibrator:
-    """Measures c = multiple·σ̂ over windows of off-policy mini-batches until two in a row agree.
+    """Measures c = multiple·σ̂ over windows of off-policy mini-batches until two consecutive windows agree.
 
-    The first updates of a run are no measure of the later ones: Adam's are up to ten times as large as those
-    that follow. So c is the smallest of the windows until σ̂ is steady, within a factor of :data:`STEADY`,
-    and from then on that of the two steady windows, fixed. ``multiple`` = 2 is ours: of a normal S, about
-    one sequence in twenty lies outside.
+    The first updates of a run are not typical: Adam's can be ten times as large as later ones. So c is the
+    smallest of the windows until σ̂ is steady, within a factor of :data:`STEADY`, and then that of the two
+    steady windows for good. ``multiple`` = 2 puts about 5% of a normal S outside.
 
     Example::
 
-        calibrator = BandCalibrator(mini_batches=6)          # of two rollouts with three each
+        calibrator = BandCalibrator(mini_batches=6)      # two rollouts of three off-policy mini-batches
         ...
-        calibrator.observe(log_ratio_sums, lengths)      # all of the mini-batch, from all ranks
+        calibrator.observe(log_ratio_sums, lengths)      # the whole mini-batch, from all ranks
         if calibrator.c is not None:
             band = FSPOBand(c_low=calibrator.c, c_high=calibrator.c, exponent=calibrator.exponent)
 
-    With ``exponent="measured"`` a is measured too, in the steady windows and within [½, 1], and c is that of
-    S/L^a. With ``crossover="measured"`` it is L* that is measured there, and c is that of S/√(L + L²/L*).
-    Where that cannot be done, the width stays √L and ``refusal`` says why.
-
-    Every rank must observe the same sequences, or each has a band of its own.
+    ``exponent="measured"`` also measures a in the steady windows, limited to [½, 1]; c is then that of S/L^a.
+    ``crossover="measured"`` measures L* instead; c is then that of S/√(L + L²/L*). If this is impossible, the
+    width stays √L and ``refusal`` says why. All ranks must observe the same sequences, or their bands differ.
 
     Args:
-        mini_batches: of one window; the off-policy ones of whole rollouts, as S grows within a rollout.
+        mini_batches: per window: the off-policy ones of whole rollouts, as S grows within a rollout.
     """
 
     def __init__(
@@ -248,25 +245,25 @@ class BandCalibrator:
         }
         self.mini_batches = mini_batches
         self.c: float | None = None
-        """Nats per token^a; ``None`` until the first window is full, constant once ``steady``."""
+        """Nats per token^a; None until the first window is full, constant once ``steady``."""
         self.steady = False
-        """Two windows agreed: the measurement is over."""
+        """Two windows agreed, and the measurement is over."""
         self.exponent = 0.5 if exponent == "measured" else exponent
-        """a of the band; where it is to be measured, ½ until ``steady``."""
+        """a of the band; if it is to be measured, ½ until ``steady``."""
         self.crossover = None if crossover == "measured" else crossover
-        """L* of the band; where it is to be measured, None until ``steady``."""
+        """L* of the band; if it is to be measured, None until ``steady``."""
         self.measured: Exponent | None = None
-        """The exponent of S, if one was measured."""
+        """The exponent of S, if it was measured."""
         self.refusal: str | None = None
-        """The reason why a or L* could not be measured."""
-        # |S| and L of the last full window and of the one under way; emptied once σ̂ is steady.
+        """Why a or L* could not be measured."""
+        # |S| and L of the last full window and of the current one; emptied once σ̂ is steady.
         self._seen: list[tuple[list[float], list[float]]] = []
 
     def observe(self, log_ratio_sums: Tensor, lengths: Tensor) -> None:
-        """Take S [N] in nats and L [N] of one off-policy mini-batch. Does nothing once ``steady``.
+        """Add S [N] in nats and L [N] of one off-policy mini-batch. Does nothing once ``steady``.
 
-        A mini-batch without any finite S does not count as one. Raises ``ValueError`` if most S are 0: that
-        is the first mini-batch after a rollout, on policy, which has no noise to measure.
+        A mini-batch without a finite S is ignored. Raises ``ValueError`` if the median |S| is 0, as in the
+        first mini-batch after a rollout: on-policy S has no noise to measure.
         """
         if self.steady:
             return
@@ -275,7 +272,8 @@ class BandCalibrator:
             return
         if _median(sums.abs()) == 0.0:
             raise ValueError(
-                "the median |S| of this mini-batch is 0: it is on policy; observe off-policy ones only"
+                "the median |S| of this mini-batch is 0: it is on-policy, and only off-policy mini-batches "
+                "can calibrate c"
             )
         self._seen.append((sums.abs().tolist(), kept.tolist()))
         size = self.mini_batches
@@ -306,11 +304,11 @@ class BandCalibrator:
         if self._settings["crossover"] == "measured":
             self.crossover = fit_crossover(*pooled)
         else:
-            # Within what noise and a shift common to all tokens can give.
+            # ½ is pure noise, 1 a pure shift common to all tokens.
             self.exponent = min(max(self.measured.value, 0.5), 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """All state and the settings it was measured with, in plain JSON types."""
+        """Return the state, and the settings it was measured with, as JSON types."""
         return {
             "settings": dict(self._settings),
             "c": self.c,
@@ -323,10 +321,11 @@ class BandCalibrator:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict()``. Raises ``ValueError`` if it was made with other settings."""
+        """Continue from ``state_dict()``. Raises ``ValueError`` if its settings differ."""
         if state["settings"] != self._settings:
             raise ValueError(
-                f"this calibrator has {self._settings}, its saved state was measured with {state['settings']}"
+                f"this calibrator has {self._settings}, but its saved state was measured with "
+                f"{state['settings']}"
             )
         self.c, self.steady = state["c"], state["steady"]
         self.exponent, self.crossover = state["exponent"], state["crossover"]
@@ -339,7 +338,7 @@ class BandCalibrator:
 
 
 def _pooled(batches: Sequence[tuple[list[float], list[float]]]) -> tuple[Tensor, Tensor]:
-    """|S| and L of several mini-batches together."""
+    """Return |S| and L of several mini-batches, concatenated."""
     sums, lengths = (
         torch.tensor([value for batch in column for value in batch], dtype=torch.float64)
         for column in zip(*batches, strict=True)
@@ -348,6 +347,6 @@ def _pooled(batches: Sequence[tuple[list[float], list[float]]]) -> tuple[Tensor,
 
 
 def _median(values: Tensor) -> float:
-    # torch.median takes the lower of the two middle values; this one their mean.
+    # torch.median returns the lower of two middle values; this returns their mean.
     ordered = values.sort().values
     return (ordered[(len(values) - 1) // 2].item() + ordered[len(values) // 2].item()) / 2.0

@@ -1,20 +1,19 @@
-"""Length Reweighting Error (LRE): does clipping accept short and long responses at the same rate?
+"""Length reweighting error (LRE): how unevenly clipping accepts short and long responses.
 
-Two kinds of acceptance are in use and give different figures, so say which with every figure:
+Two kinds of acceptance give different figures, so name the kind with every figure:
 
-* out of band: ``~surrogate.out_of_band``; S inside the band, whatever the sign of A;
-* sign-aware: ``~surrogate.clipped``; the gradient survives. Sequences with A = 0 can never be clipped: leave
-  them out.
+* ``~surrogate.out_of_band``: S is in the band, whatever the sign of A.
+* ``~surrogate.clipped``: the gradient survives. Leave out sequences with A = 0, which are never clipped.
 
-Pass only sequences that count: ``(lengths > 0) & ~surrogate.nonfinite``.
+Pass only sequences with ``(lengths > 0) & ~surrogate.nonfinite``.
 
-LRE tends to 0 as the clip rate does, so compare methods at a matched clip rate only. It is a sum of absolute
-values and so above 0 by chance alone: ``null_mean`` and ``null_max`` say how far.
+LRE tends to 0 with the clip rate, so compare methods only at the same clip rate. As a sum of absolute values,
+it exceeds 0 by chance alone; ``null_mean`` and ``null_max`` say by how much.
 
-Acceptance also depends on the sign of A and on the optimizer step, and these go with length: give them as
-``strata`` for LRE within them, or in the place of lengths for the same error between them.
+Acceptance also depends on the sign of A and on the optimizer step, which correlate with length. Pass them as
+``strata`` for the LRE within them, or in place of ``lengths`` for the same error between them.
 
-Shapes: N sequences, B length bins. Units: LRE is a ratio, without unit.
+Shapes: N sequences, B length bins. LRE is a ratio without unit.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class LengthBin:
-    """Sequences with low <= L <= high, the shortest and the longest length in the bin."""
+    """Sequences with low <= L <= high, the shortest and longest length in the bin."""
 
     low: int
     high: int
@@ -41,23 +40,23 @@ class LengthBin:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthReweightingError:
-    """LRE with its null floor and bootstrap interval; see ``length_reweighting_error``."""
+    """LRE with its null values and confidence intervals; see :func:`length_reweighting_error`."""
 
     mean: float = math.nan
     """Σ_b p_b·|a_b/ā − 1|"""
     max: float = math.nan
     """max_b |a_b/ā − 1|"""
     null_mean: float = math.nan
-    """``mean`` by chance alone: its average over errors of chance."""
+    """Expected ``mean`` if acceptance does not depend on length."""
     null_max: float = math.nan
-    """``max`` by chance alone."""
+    """Expected ``max`` if acceptance does not depend on length."""
     mean_interval: tuple[float, float] = (math.nan, math.nan)
-    """95%; without the bias of ``mean``, so that it may lie below it."""
+    """95% interval. It corrects the upward bias of ``mean``, so it may lie below it."""
     max_interval: tuple[float, float] = (math.nan, math.nan)
     accepted_rate: float = math.nan
     """ā: accepted share of all sequences."""
     bins: tuple[LengthBin, ...] = ()
-    """Short lengths first; fewer bins than asked for where many lengths are equal."""
+    """Short lengths first; fewer than ``num_bins`` if many lengths are equal."""
 
 
 def length_reweighting_error(
@@ -71,34 +70,32 @@ def length_reweighting_error(
     interval: bool = True,
     seed: int = 0,
 ) -> LengthReweightingError:
-    """How far acceptance depends on length: LRE_mean = Σ_b p_b·|a_b/ā − 1|, LRE_max = max_b |a_b/ā − 1|.
+    """Return how acceptance depends on length: LRE_mean = Σ_b p_b·|a_b/ā − 1|, LRE_max = max_b |a_b/ā − 1|.
 
-    Chance moves the deviations d_b = a_b/ā − 1 by errors whose covariance comes from what each cluster adds
-    to them. Errors drawn from that normal law alone give the null floor. The interval holds every LRE of
-    which the measured one is not in the outer 2.5% on either side: of deviations in proportion to those
-    measured, with such errors.
+    Chance adds errors to the deviations d_b = a_b/ā − 1. They are drawn from a normal distribution with a
+    covariance estimated from each cluster's contribution, and alone give the null values. The interval holds
+    every LRE whose sampling distribution has the measured one in its central 95%, assuming true deviations in
+    proportion to the measured ones.
 
     Args:
-        accepted: bool [N], the accept flags (not the clip flags).
-        lengths: L [N], response tokens. Sequences with L = 0 are left out.
-        num_bins: bins at most; edges are length quantiles and equal lengths always share a bin, so that the
-            figure does not depend on the order of the batch.
-        clusters: int64 [N]; sequences of different clusters are independent: the prompt of each, say. Without
-            them all sequences are.
-        strata: int64 [N]; LRE is then computed within each, against its own ā, and averaged by their numbers
-            of sequences. A stratum of which nothing is accepted is left out.
-        draws: of the errors of chance; 0 leaves floor and intervals nan.
-        interval: False leaves the intervals nan.
-        seed: of a generator of its own; the global random state is not touched.
+        accepted: bool [N], accept flags (not clip flags).
+        lengths: L [N], response tokens. Sequences with L = 0 are ignored.
+        num_bins: most bins; edges are length quantiles, and equal lengths share a bin, so the result does not
+            depend on the order of the batch.
+        clusters: int64 [N]; sequences of different clusters (prompts) are independent. None: all are.
+        strata: int64 [N]; LRE is computed within each stratum, against its own ā, and averaged by number of
+            sequences. Strata without an accepted sequence are left out.
+        draws: number of draws of the errors; 0 leaves null values and intervals NaN.
+        interval: False leaves the intervals NaN.
+        seed: for a generator of its own; the global random state is not used.
 
-    Without sequences, or with none accepted (ā = 0), the figures are nan; with one distinct length they are
-    0.
+    All figures are NaN if no sequence is accepted (ā = 0) or given, and 0 if there is one distinct length.
 
     Raises:
         ValueError: ``accepted`` is not bool, shapes differ or are not [N], num_bins < 1, draws < 0.
 
-    Source: the name and the aim are the paper's, second-hand; its formula and binning are unknown and these
-    are ours, as the interval is (`benchmarks/interval_coverage.py` measures what it covers).
+    Source: the abstracts of arXiv 2509.09177 name LRE. Its formula and bins are not known to us: these are
+    ours, and so is the interval (`benchmarks/interval_coverage.py` measures its coverage).
     """
     if accepted.dtype != torch.bool or accepted.dim() != 1 or accepted.shape != lengths.shape:
         got = f"{accepted.dtype} {[*accepted.shape]} and {[*lengths.shape]}"
@@ -117,7 +114,7 @@ def length_reweighting_error(
         stratum = torch.unique(strata.detach().cpu()[full], return_inverse=True)[1]
     if clusters is not None:
         cluster = torch.unique(clusters.detach().cpu()[full], return_inverse=True)[1]
-    # Cells of a stratum and a bin; an empty one has no rate and no weight.
+    # A cell is a bin of a stratum; an empty one has no rate and no weight.
     cells = stratum * size + bins
     shape = (int(stratum.max()) + 1, size)
     counts = cells.bincount(minlength=shape[0] * size).double()
@@ -151,22 +148,20 @@ def length_reweighting_error(
 
 
 def effective_sample_size(weights: Tensor) -> float:
-    """(Σ w)² / (N Σ w²) of weights w [N], at least 0: the share of N that equal weights would need to be.
-
-    1 where all are equal, 1/N where one has everything; nan without any weight above 0. Source: Kish (1965).
-    """
+    """Return (Σ w)² / (N Σ w²) for weights w [N] >= 0: 1 if all are equal, 1/N if only one is above 0, NaN if
+    none is. Source: Kish (1965)."""
     scaled = weights.detach().double() / weights.max().clamp(min=1e-300)  # squares do not overflow
     squares = scaled.square().sum().item()
     return scaled.sum().item() ** 2 / (len(weights) * squares) if squares else math.nan
 
 
 def length_bins(lengths: Tensor, num_bins: int) -> Tensor:
-    """Bin of each sequence [N], int64 from 0 without gaps: length quantiles, equal lengths in one bin."""
+    """Return the bin of each sequence [N], int64 from 0 without gaps: quantiles, equal lengths in one bin."""
     if len(lengths) == 0:
         return torch.zeros_like(lengths, dtype=torch.int64)
     ranks = torch.arange(1, num_bins, device=lengths.device) * len(lengths) // num_bins
     edges = lengths.sort().values[ranks]
-    # A bin is a function of the length alone. Equal edges leave empty bins between them: renumber the rest.
+    # A bin depends on the length alone. Equal edges leave empty bins between them: renumber the others.
     bins: Tensor = torch.unique(torch.bucketize(lengths, edges, right=True), return_inverse=True)[1]
     return bins
 
@@ -180,12 +175,12 @@ def _spread(
     counts: Tensor,
     members: Tensor,
 ) -> Tensor:
-    """A root [C, C] of the covariance of the deviations of C cells: from what clusters add to their rates and
-    to those of their strata, to first order."""
+    """Return a root [C, C] of the covariance of the deviations of C cells, to first order, from what each
+    cluster contributes to the rates of cells and strata."""
     size, width = len(counts), len(counts) // len(members)
     times = torch.ones(1)
     if clusters is None or int(clusters.max()) + 1 == len(clusters):
-        # Independent rows of one cell and flag add the same: so many at once.
+        # Independent sequences with the same cell and flag contribute the same: group them, and count them.
         clusters = torch.unique(2 * cells + flags.long(), return_inverse=True)[1]
         times = clusters.bincount()
     number, rows = int(clusters.max()) + 1, clusters * size + cells
@@ -193,7 +188,8 @@ def _spread(
         rows.bincount(weights=values, minlength=number * size).view(number, size)
         for values in (torch.ones_like(flags), flags - overall[cells], flags - rates[cells])
     )
-    # Clusters behind a rate: residuals of few are too small. Those of one are 0: about the rate of all.
+    # Clusters behind a rate. Residuals of few are too small: scale them. Those of one are 0: use the distance
+    # from the overall rate.
     behind = counts.square() / (times_in.square() / times[:, None]).sum(0).clamp(min=1)
     about *= (behind / (behind - 1).clamp(min=0.5)).sqrt()
     total = off.view(number, len(members), width).sum(2) / members
@@ -207,7 +203,7 @@ def _spread(
 
 
 def _measures(deviations: Tensor, weights: Tensor, shape: tuple[int, int]) -> Tensor:
-    """LRE mean and max [2, draws] of deviations [draws, C]; the max is averaged over strata."""
+    """Return LRE mean and max [2, draws] for deviations [draws, C]; the max is averaged over strata."""
     sizes = deviations.abs()
     by_stratum = weights.view(shape).sum(1)
     largest = sizes.view(-1, *shape).amax(2) @ by_stratum
@@ -217,13 +213,14 @@ def _measures(deviations: Tensor, weights: Tensor, shape: tuple[int, int]) -> Te
 def _interval(
     deviations: Tensor, errors: Tensor, weights: Tensor, shape: tuple[int, int], which: int
 ) -> tuple[float, float]:
-    """95% interval of LRE mean (which = 0) or max (1) from deviations [C] and errors of chance [draws, C]."""
+    """Return the 95% interval of LRE mean (which = 0) or max (1), given deviations [C] and errors [draws,
+    C]."""
 
     measured = _measures(deviations[None], weights, shape)[which].item()
     if not measured > 0:
         return measured, measured
-    # Errors of neighbouring bins go together, so their part in LRE hangs on the signs of the deviations, of
-    # which chance turns some over: also of a straight line through them.
+    # Errors of neighbouring bins are correlated, so their effect on LRE depends on the signs of the
+    # deviations, and chance flips some of these. Hence also try a straight line through the deviations.
     place = torch.arange(shape[1], dtype=weights.dtype).expand(shape)
     share, value = weights.view(shape), deviations.view(shape)
     place = place - (share * place).sum(1, keepdim=True) / share.sum(1, keepdim=True).clamp(min=1e-300)

@@ -1,16 +1,15 @@
-"""Noise in S that is no learning: the same responses, scored in two ways that should agree.
+"""Noise in S, the part that is not learning: the same responses scored by two passes that should agree.
 
-Two passes that differ in precision, kernels or packs give log-probs that differ by Δ_t at token t. Over a
-response of L tokens their sum is
+The passes differ in precision, kernels or packs, so their log-probs differ by Δ_t at token t. Over L tokens::
 
     S = Σ_t Δ_t ≈ drift·L + √L·Z,    E[Z²] = sigma²
 
-so noise alone puts a share P(S outside the band) of the responses of that length outside. The distribution of
-Z is the measured one, of the responses nearest in length: a few tokens carry most of it, and short responses
-are other text than long ones. Beyond the longest it is that of the longest, and S grows as √L.
+and noise alone puts the share P(S outside the band) of these responses outside. Z has the measured
+distribution of the responses nearest in length: a few tokens cause most of it, and short responses differ
+from long ones in content. Beyond the longest response, Z stays that of the longest and S grows as √L.
 
-Where one of the passes sampled the responses, drift is minus the KL divergence per token, ≈ -sigma²/2, and
-overtakes the spread at L* = (sigma / drift)² ≈ 4 / sigma².
+If one of the passes sampled the responses, the drift is minus the KL divergence per token, about −sigma²/2.
+It exceeds the spread from L* = (sigma / drift)² ≈ 4 / sigma² on.
 
 Shapes: N responses. Units: nats; sigma in nats per √token.
 Source: all of this file is ours.
@@ -28,9 +27,9 @@ from megatron_fspo.objective.band import ClipBand
 from megatron_fspo.objective.calibration import sigma_hat, usable
 
 _MAX_KEPT = 1024
-"""Responses whose Z is kept, of a larger number."""
+"""Largest number of responses whose Z is kept."""
 _NEAREST = 64
-"""Responses that stand for a length, or a quarter of all where that is more."""
+"""Responses that represent a length, or a quarter of all if that is more."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,9 +39,9 @@ class Noise:
     drift: float
     """Nats per token: Σ S / Σ L."""
     lengths: Tensor
-    """[n] float64, L of the responses, ascending."""
+    """[n] float64: L of the responses, ascending."""
     residuals: Tensor
-    """[n] float64, Z of each response."""
+    """[n] float64: Z of each response."""
 
     @property
     def sigma(self) -> float:
@@ -51,16 +50,16 @@ class Noise:
 
     @property
     def crossover(self) -> float:
-        """L*, the length at which drift is as large as sigma·√L; infinite without drift."""
+        """L* in tokens, where the drift equals sigma·√L; infinite without drift."""
         return (self.sigma / self.drift) ** 2 if self.drift else math.inf
 
     @property
     def nearest(self) -> int:
-        """Responses that stand for a length."""
+        """Number of responses that represent a length."""
         return min(len(self.lengths), max(_NEAREST, len(self.lengths) // 4))
 
     def clip_rates(self, lengths: Tensor, band: ClipBand) -> Tensor:
-        """Share [N] of responses of ``lengths`` [N] that noise alone puts outside the band; 0 where L = 0."""
+        """Return the share [N] of responses of L [N] that noise alone puts outside the band; 0 for L = 0."""
         different, positions = torch.unique(lengths.detach().cpu().double(), return_inverse=True)
         low, high = band.bounds(different)
         rates = []
@@ -70,14 +69,14 @@ class Noise:
         return torch.tensor(rates, dtype=torch.float64)[positions]
 
     def smallest_c(self, share: float, length: int, *, centred: bool = False) -> float:
-        """The smallest c of a band ±c·√L, or with ``centred`` about this drift, that leaves at most this
-        share, in [0, 1), of responses of ``length`` tokens outside, by noise alone."""
+        """Return the smallest c of a band ±c·√L for which noise alone puts at most ``share``, in [0, 1), of
+        the responses of ``length`` tokens outside. ``centred``: the band is centred on this drift."""
         shift = 0.0 if centred else self.drift * math.sqrt(length)
         sizes = self._near(length).add(shift).abs()
         return sizes.quantile(1.0 - share, interpolation="higher").item()
 
     def _near(self, length: float) -> Tensor:
-        """Z of the responses nearest in length, by rank."""
+        """Return Z of the responses nearest in length, by rank."""
         total, count = len(self.lengths), self.nearest
         begin, end = (int(torch.searchsorted(self.lengths, length, right=right)) for right in (False, True))
         first = min(max((begin + end - count) // 2, 0), total - count)
@@ -85,13 +84,12 @@ class Noise:
 
 
 def noise_of(log_ratio_sums: Tensor, lengths: Tensor) -> Noise:
-    """The noise of S [N] in nats over responses of L [N] tokens; empty and non-finite ones are left out.
-
-    Raises ``ValueError`` if none is left.
+    """Return the noise of S [N] in nats over responses of L [N] tokens, ignoring empty and non-finite ones.
+    Raises ``ValueError`` if none remains.
     """
     sums, lengths = usable(log_ratio_sums, lengths)
     if not len(sums):
-        raise ValueError("no response with tokens and a finite S")
+        raise ValueError("no response has tokens and a finite S")
     drift = (sums.sum() / lengths.sum()).item()
     residuals = (sums - drift * lengths) / lengths.sqrt()
     order = lengths.argsort(stable=True)
@@ -101,11 +99,10 @@ def noise_of(log_ratio_sums: Tensor, lengths: Tensor) -> Noise:
 
 
 def variance_share(part: Tensor, log_ratio_sums: Tensor, lengths: Tensor) -> float:
-    """The share of the variance of S/√L that goes with a part of S: Cov(part/√L, S/√L) / Var(S/√L).
+    """Return the share of the variance of S/√L due to a part of S: Cov(part/√L, S/√L) / Var(S/√L).
 
-    Takes both [N] in nats and L [N]. S and the part are not centred on their means, which grow with L, but
-    each on its drift·L. Below 0 or above 1 where part and rest go against each other; NaN where nothing
-    spreads.
+    ``part`` and S are [N] in nats, each centred on its drift·L, as their means grow with L. The share is
+    below 0 or above 1 if part and rest are anticorrelated, and NaN without any variance.
     """
     lengths = lengths.double()
     both = torch.stack([part, log_ratio_sums])
@@ -115,6 +112,6 @@ def variance_share(part: Tensor, log_ratio_sums: Tensor, lengths: Tensor) -> flo
 
 
 def two_sigma(log_ratio_sums: Tensor, lengths: Tensor) -> float:
-    """c = 2 sigma-hat, as a run calibrates itself; NaN where no response can say."""
+    """Return c = 2σ̂, as a run calibrates itself; NaN without a usable response."""
     sums, kept = usable(log_ratio_sums, lengths)
     return 2.0 * sigma_hat(sums, kept) if len(sums) else math.nan

@@ -1,14 +1,14 @@
-"""The clipped surrogate of a sequence, and losses by sequence and by token as per-token weights.
+"""The clipped surrogate of a sequence, and policy losses as weights on token log-probs.
 
-The gradient of a sequence-level objective is one number per sequence times Σ_t ∇log π(y_t). So that number,
-``weight``, is worked out analytically and detached, and a trainer minimises −Σ_i weight_i·Σ_t log π(y_it) / N
-over whatever part of the tokens it holds: no gradient has to cross the reductions that made S.
+The gradient of a sequence-level objective is one number per sequence times Σ_t ∇log π(y_t). This number,
+``weight`` = dJ/dS, is computed in closed form and detached. A trainer minimises −(1/N) Σ_i weight_i·Σ_t
+log π(y_it) over the tokens that it holds, so no gradient crosses the reductions that sum S.
 
-A token-level objective, such as GRPO (arXiv 2402.03300) or DAPO (arXiv 2503.14476), has one ratio and one
-clip decision per token: the surrogate of sequences of one token, with the limits of ``RLOOBand``.
+A token-level objective such as GRPO (arXiv 2402.03300) or DAPO (arXiv 2503.14476) has one ratio and one clip
+decision per token: it is the surrogate of sequences of one token, with the limits of ``RLOOBand``.
 
-Shapes: N sequences (n of one micro-batch); T response tokens of all sequences, packed, without prompts (t of
-one micro-batch). Units: nats.
+Shapes: N sequences and T response tokens of an optimizer step; n sequences in t tokens of a micro-batch,
+packed, with prompts and padding outside the mask. Units: nats.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ from megatron_fspo.objective.band import ClipBand, DualClip
 
 @dataclass(frozen=True, kw_only=True)
 class Surrogate:
-    """Objective, derivative and flags of N sequences, or of T tokens in their place; all tensors detached.
+    """Objective, derivative and clip flags of N sequences, or of T tokens; all tensors detached.
 
-    A sequence that is ``nonfinite`` has no other flag, and an empty one has none at all. The denominator of
-    every rate is therefore the number of sequences with ``(lengths > 0) & ~nonfinite``. A rate over tokens is
-    a share of tokens and must not be compared with a share of sequences.
+    A ``nonfinite`` sequence has no other flag, an empty one none: rates are shares of the sequences with
+    ``(lengths > 0) & ~nonfinite``. Do not compare a share of tokens with a share of sequences.
     """
 
     objective: Tensor
     """J_i. The batch objective is Σ J_i / N."""
     weight: Tensor
-    """dJ_i/dS_i, exactly 0 where a clip acts: the gradient of J_i is weight_i·∇S_i."""
+    """dJ_i/dS_i, exactly 0 where a clip acts. The gradient of J_i is weight_i·∇S_i."""
     ratio: Tensor
-    """Importance weight, a factor of ``weight``: exp(scale·S), or its tempered form; 0 where a clip acts."""
+    """Importance weight, a factor of ``weight``: exp(scale·S) or its tempered form; 0 where a clip acts."""
     clipped_low: Tensor
     """bool: A < 0 and S below the band."""
     clipped_high: Tensor
@@ -50,23 +49,23 @@ class Surrogate:
     above: Tensor
     """bool: S above the band, whatever the sign of A."""
     nonfinite: Tensor
-    """bool: S, A, objective or weight is not finite (exp may overflow); objective and weight are set to 0."""
+    """bool: S, A, objective or weight is not finite (exp may overflow); objective and weight are then 0."""
 
     @property
     def clipped(self) -> Tensor:
-        """Sign-aware rejection [N]: sequences whose gradient a clip really removes."""
+        """bool [N]: a clip acts on the sequence and removes its gradient."""
         return self.clipped_low | self.clipped_high | self.dual_clipped
 
     @property
     def out_of_band(self) -> Tensor:
-        """Out-of-band rejection [N]: S on either side of the band, whatever the sign of A."""
+        """bool [N]: S is outside the band, whatever the sign of A."""
         return self.below | self.above
 
 
 def unclipped(
     objective: Tensor, weight: Tensor, ratio: Tensor, nonfinite: Tensor, **flags: Tensor
 ) -> Surrogate:
-    """A surrogate without limits: no flag is set but ``nonfinite`` and those that are given."""
+    """Return a surrogate without limits: only ``nonfinite`` and the given flags are set."""
     limits = ("clipped_low", "clipped_high", "dual_clipped", "below", "above")
     given = dict.fromkeys(limits, torch.zeros_like(nonfinite)) | flags
     return Surrogate(objective=objective, weight=weight, ratio=ratio, nonfinite=nonfinite, **given)
@@ -80,37 +79,37 @@ def sequence_surrogate(
     dual_clip: DualClip | None = None,
     temper: float = 0.0,
 ) -> Surrogate:
-    """PPO's pessimistic minimum on one importance ratio per sequence.
+    """Return PPO's clipped objective of one importance ratio per sequence, its derivative and clip flags.
 
-    With S = Σ_t (log π_new(y_t) − log π_old(y_t)) and the ratio exp(s), s = scale·S::
+    With S = Σ_t (log π_new(y_t) − log π_old(y_t)), s = scale·S and the ratio exp(s)::
 
         J = min(exp(s)·A, exp(scale·clip(S, low, high))·A)
         J = max(J, exp(scale·bound)·A)                           if A < 0 and there is a dual clip
         weight = dJ/dS = scale·exp(s)·A, or 0 where a clip acts
 
-    Over thousands of tokens exp(s) spreads so far that few sequences carry the gradient. A ``temper`` b > 0
-    (ours) makes its weight scale·exp(s/L^b)·A, with the same clip decisions and the same gradient at S = 0:
-    J is the integral of that weight, L^b·exp(s/L^b) − L^b + 1 in the place of exp(s).
+    Over thousands of tokens, exp(s) spreads so widely that few sequences carry the gradient. A ``temper``
+    b > 0 changes the weight to scale·exp(s/L^b)·A, and exp(s) in J to the integral L^b·exp(s/L^b) − L^b + 1.
+    Clip decisions and the gradient at S = 0 stay the same.
+
+    For a token-level objective, pass tokens as sequences with L = 1. A non-finite token is then flagged
+    alone; the caller decides whether to drop its sequence.
 
     Args:
-        log_ratio_sum: S [N] in nats, float32 or float64, also the dtype of the result. Detached here.
+        log_ratio_sum: S [N] in nats, float32 or float64; the result has the same dtype. Detached here.
         lengths: L [N], response tokens. A sequence with L = 0 gets objective 0, weight 0 and no flag.
-        advantages: A [N]. Where A = 0 the weight is 0 and nothing counts as clipped; below/above report.
-        band: limits on S and the scale of the ratio.
-        dual_clip: a limit for A < 0; without it exp(s)·A is unbounded below.
+        advantages: A [N]. Where A = 0, the weight is 0 and nothing is clipped; below and above are still set.
+        band: limits on S, and the scale of the ratio.
+        dual_clip: upper limit on S for A < 0; without it, exp(s)·A is unbounded below.
         temper: b, from 0 to 1.
 
     Raises:
-        ValueError: the three tensors are not [N] alike, S is of another dtype, or temper is out of range.
+        ValueError: shapes other than [N], S of another dtype, or a temper out of range.
 
-    For a token-level objective the N are tokens, L = 1 for each. One that is not finite is then reported for
-    itself only: whether its sequence is dropped is the caller's decision.
-
-    Source: the min-form on exp(S) without 1/L for FSPO is second-hand; GSPO's is in arXiv 2507.18071; the
-    handling of A = 0, L = 0 and non-finite values is ours. Tokens: PPO (arXiv 1707.06347).
+    Source: for FSPO, the minimum on exp(S) without a factor 1/L is second-hand; GSPO's is in arXiv
+    2507.18071, that on tokens in PPO (arXiv 1707.06347). Ours: temper; A = 0, L = 0 and non-finite values.
     """
     if log_ratio_sum.dtype not in (torch.float32, torch.float64):
-        # In bfloat16 a difference loses most of a nat at 32k tokens.
+        # In bfloat16, a difference loses most of a nat at 32k tokens.
         raise ValueError(f"log-ratios must be float32 or float64, got {log_ratio_sum.dtype}")
     for name, tensor in (("lengths", lengths), ("advantages", advantages)):
         if log_ratio_sum.dim() != 1 or tensor.shape != log_ratio_sum.shape:
@@ -119,7 +118,7 @@ def sequence_surrogate(
             )
     if not 0.0 <= temper <= 1.0:
         raise ValueError(f"temper must be from 0 to 1, got {temper}")
-    lengths = lengths.to(log_ratio_sum.dtype)  # so that float64 in gives limits in float64
+    lengths = lengths.to(log_ratio_sum.dtype)  # float64 S gets float64 limits
     scale = band.log_ratio_scale(lengths)
     low, high = band.bounds(lengths)
     if dual_clip is None:
@@ -140,13 +139,13 @@ def min_form(
     cooling: Tensor,
     present: Tensor,
 ) -> Surrogate:
-    """``sequence_surrogate`` of limits that are given as numbers; all tensors [N].
+    """Return the surrogate for limits given as tensors [N]; see :func:`sequence_surrogate`.
 
     Once the sign of A is known, min and max of multiples of A are one clamp of the exponent, before exp::
 
         A > 0:  J = A·g(scale·min(S, high))
         A < 0:  J = A·g(scale·min(max(S, low), dual_bound))
-        g(s) = exp(cooling·s)/cooling + 1 − 1/cooling, so exp(s) for cooling = 1
+        g(s) = exp(cooling·s)/cooling + 1 − 1/cooling, which is exp(s) for cooling = 1
     """
     log_ratio, advantages = log_ratio.detach(), advantages.detach().to(log_ratio.dtype)
     positive, negative = advantages > 0, advantages < 0
@@ -155,7 +154,7 @@ def min_form(
     dual_clipped = negative & (log_ratio > dual_bound)
 
     clamped = torch.where(positive, log_ratio.minimum(high), log_ratio.maximum(low).minimum(dual_bound))
-    # Everything is selected by where, never by a product: 0·inf and 0·NaN are NaN.
+    # Select with where, never by a product: 0·inf and 0·NaN are NaN.
     ratio = (cooling * scale * clamped).exp()
     growth = ratio / cooling + (1 - 1 / cooling)
     objective = torch.where(positive | negative, growth * advantages, 0.0)
@@ -182,43 +181,39 @@ Aggregation = Literal["sequence-mean", "token-mean"]
 
 @dataclass(frozen=True, kw_only=True)
 class TurnInputs:
-    """The m turns of n trajectories in t tokens."""
+    """The m turns of n trajectories."""
 
     segment: Tensor
-    """[t] turn of each token, in [0, m]; m belongs to nobody."""
+    """[t] turn of each token, in [0, m]; m: in no turn."""
     owner: Tensor
     """[m] trajectory of each turn."""
     lengths: Tensor
-    """[m] tokens of each."""
+    """[m] tokens of each turn."""
     sums: Callable[[Tensor], Tensor]
-    """[k, t] → [k, m], as ``LossInputs.sequence_sums``."""
+    """[k, t] → [k, m]: like ``LossInputs.sequence_sums``, per turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
-    """n sequences in t tokens of one micro-batch (of this rank, where a sequence lies on several)."""
+    """One micro-batch of n sequences in t tokens: those of this rank, if ranks share sequences."""
 
     log_probs: Tensor
-    """[t] log π_new; anything outside the mask."""
+    """[t] log π_new; arbitrary outside the mask."""
     log_ratio: Tensor
-    """[t] log π_new - log π_old; anything outside the mask."""
+    """[t] log π_new − log π_old; arbitrary outside the mask."""
     mask: Tensor
     """[t] bool: response tokens."""
     segment: Tensor
-    """[t] sequence of each token, in [0, n]; n belongs to nobody."""
+    """[t] sequence of each token, in [0, n]; n: in no sequence."""
     sequence_sums: Callable[[Tensor], Tensor]
-    """[k, t] → [k, n]: masked sums over each whole response, over all ranks that share it, detached.
-
-    One collective where sequences lie on several ranks, so a loss calls it once. The same bits on each.
-    """
+    """[k, t] → [k, n]: masked sums over whole responses and all ranks that share them, detached, with the
+    same bits on every rank. Collective if ranks share sequences, so a loss calls it once."""
     prefix_sums: Callable[[Tensor], Tensor]
-    """[k, t] → [k, t]: masked sums over the response up to and with each token, as ``sequence_sums`` over all
-    ranks that share it; anything outside the mask. Also one collective."""
+    """[k, t] → [k, t]: masked sums over the response up to and including each token, over all ranks that
+    share it; arbitrary outside the mask. Collective likewise."""
     decided: Callable[[Tensor], Tensor] = lambda values: values
-    """[k, n] → [k, n]: one rank's decisions about the sequences, on all ranks that share them.
-
-    Also a collective there, called once. Without such ranks, the decisions themselves.
-    """
+    """[k, n] → [k, n]: one rank's decisions about the sequences, on all ranks that share them. Collective if
+    ranks share sequences, called once; otherwise the identity."""
     lengths: Tensor
     """[n] response lengths L."""
     advantages: Tensor
@@ -233,48 +228,47 @@ class LossInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class LossTerms:
-    """The weights of one micro-batch, and the decisions that they come from."""
+    """Gradient weights of one micro-batch, and the clip decisions behind them."""
 
     log_ratio_sum: Tensor
-    """[n] S: the sum of the log-ratios over the whole response, in nats."""
+    """[n] S, the sum of the log-ratios over the whole response, in nats."""
     weight: Tensor
-    """[t] N · dJ / dlogp_t, 0 outside the mask and where clipped."""
+    """[t] N · dJ / dlogp_t; 0 outside the mask and where clipped."""
     ratio: Tensor
-    """[n] the importance weight in the sequence's gradient, 0 where a clip acts; NaN where tokens have their
-    own."""
+    """[n] importance weight in the sequence's gradient, 0 where clipped; NaN if its tokens have their own."""
     objective: Tensor
-    """[] Σ over this micro-batch such that J = Σ over all micro-batches and ranks / N."""
+    """[] sum for this micro-batch; J is the sum over all micro-batches and ranks, divided by N."""
     clipped_low: Tensor
-    """[n] 1 where the lower edge clipped the sequence (token level: share of its tokens)."""
+    """[n] 1 where the lower edge clips the sequence; token level: share of its tokens."""
     clipped_high: Tensor
     """[n] the same for the upper edge."""
     dual_clipped: Tensor
     """[n] the same for the dual clip."""
     out_of_band: Tensor
-    """[n] bool: outside the band on either side, whatever the sign of the advantage."""
+    """[n] bool: outside the band on either side, whatever the sign of A."""
     nonfinite: Tensor
-    """[n] bool: dropped, because S, the advantage or the weight is not finite."""
+    """[n] bool: dropped because S, A or the weight is not finite."""
 
 
 class PolicyObjective(Protocol):
-    """A loss."""
+    """A policy loss: maps the inputs of a micro-batch to gradient weights."""
 
     def __call__(self, inputs: LossInputs) -> LossTerms: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceLevel:
-    """J = (1/N) Σ_i J_i(S_i): FSPO, RLOO or GSPO, by the band. One weight for all tokens of a sequence."""
+    """J = (1/N) Σ_i J_i(S_i), one weight for all tokens of a sequence: FSPO, RLOO or GSPO, by the band."""
 
     band: ClipBand
     dual_clip: DualClip | None = None
     temper: float = 0.0
-    """b of the importance weight exp(S / L^b); 0 leaves it as it is."""
+    """b of the importance weight exp(S / L^b); 0: exp(S)."""
     times_length: bool = False
-    """J_i counts L times, as LUSPO has it with GSPO's band."""
+    """Multiply J_i by L, as LUSPO does with GSPO's band."""
     unit: Literal["trajectory", "turn"] = "trajectory"
-    """turn: J_i is the sum over the turns of a trajectory, each with its own S, L and decision (ours); one
-    that is not finite drops the trajectory."""
+    """turn (ours): J_i sums over the turns of a trajectory, each with its own S, L and clip decision. One
+    non-finite turn drops the trajectory."""
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         whole, turns = inputs, inputs.turns if self.unit == "turn" else None
@@ -307,13 +301,13 @@ class SequenceLevel:
 
 
 def _over_turns(values: Tensor, turns: TurnInputs, whole: LossInputs) -> Tensor:
-    """[m] → [n]: sums over the turns of each trajectory, float64."""
+    """[m] → [n]: sum over the turns of each trajectory, in float64."""
     sums = torch.zeros(whole.lengths.numel(), dtype=torch.float64, device=values.device)
     return sums.index_add_(0, turns.owner, values.double())
 
 
 def _of_trajectories(terms: LossTerms, turns: TurnInputs, whole: LossInputs) -> LossTerms:
-    """The terms of turns as those of their trajectories: what is clipped are shares of the turns."""
+    """Combine the terms of turns by trajectory; clip flags become shares of its turns."""
     kind = terms.log_ratio_sum.dtype
     count = _over_turns(torch.ones_like(turns.owner), turns, whole).clamp(min=1)
     clipped = {
@@ -332,15 +326,13 @@ def _of_trajectories(terms: LossTerms, turns: TurnInputs, whole: LossInputs) -> 
 
 
 def weigh_sequences(inputs: LossInputs, log_ratio_sum: Tensor, terms: Surrogate) -> LossTerms:
-    """Turn a sequence-level surrogate [n] into weights of tokens.
-
-    Where several ranks share a sequence, all take the decision of one of them.
-    """
+    """Turn a sequence-level surrogate [n] into weights on tokens. Ranks that share a sequence all use the
+    decision of one of them."""
     sides = (terms.clipped_low, terms.clipped_high, terms.dual_clipped)
     flags = [flag.to(log_ratio_sum) for flag in (*sides, terms.out_of_band, terms.nonfinite)]
     columns = torch.stack([log_ratio_sum, terms.weight, terms.ratio, terms.objective, *flags])
     log_ratio_sum, weight, ratio, objective, low, high, dual, out, broken = inputs.decided(columns)
-    # Context-parallel ranks each hold some tokens of a sequence but all of its S: count J_i by tokens.
+    # A context-parallel rank holds some tokens of a sequence but all of its S: count J_i by the tokens held.
     counts = inputs.log_ratio.new_zeros(inputs.lengths.numel() + 1)
     held = counts.index_add_(0, inputs.segment, inputs.mask.to(counts.dtype))[:-1]
     share = held / inputs.lengths.clamp(min=1)
@@ -358,20 +350,19 @@ def weigh_sequences(inputs: LossInputs, log_ratio_sum: Tensor, terms: Surrogate)
 
 
 def weigh_tokens(inputs: LossInputs, terms: Surrogate, aggregation: Aggregation) -> LossTerms:
-    """Turn a token-level surrogate [t] into weights of tokens and decisions about sequences::
+    """Turn a token-level surrogate [t] into weights on tokens, and its flags into those of sequences.
 
-    "sequence-mean":  J = 1/N Σ_i 1/L_i Σ_t J_it
-    "token-mean":     J = 1/T Σ_i Σ_t J_it
+    Sequence-mean: J = (1/N) Σ_i (1/L_i) Σ_t J_it. Token-mean: J = (1/T) Σ_i Σ_t J_it.
     """
     sides = (terms.clipped_low, terms.clipped_high, terms.dual_clipped)
     flags = (terms.nonfinite, *sides, terms.out_of_band)
     columns = torch.stack([inputs.log_ratio, *(flag.to(inputs.log_ratio.dtype) for flag in flags)])
     log_ratio_sum, nonfinite, low, high, dual, out = inputs.sequence_sums(columns)
-    # One token that is not finite drops its sequence: half a response is another response.
+    # One non-finite token drops its sequence: the sum over the other tokens is not its S.
     broken = (nonfinite > 0) | ~torch.isfinite(log_ratio_sum)
     kept = inputs.mask & ~per_token(broken, inputs)
     lengths = per_token(inputs.lengths.to(inputs.log_ratio.dtype), inputs)
-    # A step whose responses are all empty has no token to weigh.
+    # max(…, 1): all responses of a step may be empty.
     if aggregation == "sequence-mean":
         factor = torch.where(lengths > 0, 1.0 / (max(inputs.num_sequences, 1) * lengths), 0.0)
     else:
@@ -394,5 +385,5 @@ def weigh_tokens(inputs: LossInputs, terms: Surrogate, aggregation: Aggregation)
 
 
 def per_token(values: Tensor, inputs: LossInputs) -> Tensor:
-    """[n] → [t]; 0 (or False) for tokens that belong to nobody."""
+    """[n] → [t]: the value of each token's sequence; 0 (or False) for tokens of no sequence."""
     return torch.cat([values, values.new_zeros(1)])[inputs.segment]

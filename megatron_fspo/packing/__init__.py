@@ -1,1 +1,1 @@
-"""Lengths become balanced micro-batches, sequences packed tensors: the only way to collate them."""
+"""Balanced micro-batches from sequence lengths, and packed tensors from sequences."""

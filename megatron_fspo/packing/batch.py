@@ -1,7 +1,5 @@
-"""Sequences, and the packed tensors of micro-batches (THD: all sequences in one row, end to end).
-
-How context-parallel ranks share them: :mod:`.zigzag`.
-"""
+"""Sequences, and the tensors of packed micro-batches (THD: all sequences end to end in one row). See
+:mod:`.zigzag` for how context-parallel ranks share them."""
 
 from __future__ import annotations
 
@@ -18,14 +16,12 @@ from torch.nn.functional import pad
 Row = Tensor | Sequence[int] | Sequence[float]
 
 NO_ROUTE = 255
-"""In place of an expert's number where a token has no route: its router chooses."""
+"""Stands for an expert where a token has no route: its router chooses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """m sequences, each a prompt with its response, laid end to end on the CPU, 8 bytes per token.
-
-    They may be a part of those of the step: what a rank of a data-parallel job holds.
+    """m sequences, each a prompt and its response, end to end on the CPU: a step, or a part of one.
 
     Example::
 
@@ -33,31 +29,31 @@ class Sequences:
     """
 
     index: Tensor
-    """[m] number of each in the step (or the whole rollout): what packs name it by."""
+    """[m] number of each sequence in the step or rollout; packs refer to it."""
     tokens: Tensor
-    """[Σ (P + R)] int32 ids, prompt and response of the first, of the second, …"""
+    """[Σ (P + R)] int32 ids: prompt and response of the first sequence, of the second, …"""
     log_probs: Tensor
-    """[Σ R] fp32 the sampler's log-probs of the response tokens, in nats; 0 where there was no sampler."""
+    """[Σ R] fp32 log-probs of the response tokens from the sampler, in nats; 0 without a sampler."""
     prompt_lengths: Tensor
     """[m] P ≥ 1."""
     response_lengths: Tensor
-    """[m] R ≥ 0, tokens after the prompt."""
+    """[m] R ≥ 0, all tokens after the prompt."""
     lengths: Tensor
-    """[m] L ≤ R: tokens of them that the policy wrote."""
+    """[m] L ≤ R, the tokens of these that the policy wrote."""
     advantages: Tensor
     """[m] fp32."""
     written: Tensor | None = None
-    """[Σ R] bool: the policy wrote the token; None: all of them."""
+    """[Σ R] bool: the policy wrote the token. None: it wrote all."""
     row_starts: Tensor | None = None
-    """[s] entries of [Σ R] that begin a row: what follows there attends to its row alone, from position 0
-    on. None: every sequence is one row."""
+    """[s] indices into [Σ R] where a new row begins: its tokens attend to it alone, at positions from 0.
+    None: every sequence is one row."""
     routes: Tensor | None = None
-    """[Σ (P + R - 1) + 1, layers, k] uint8: the sampler's experts of all tokens but each sequence's last;
-    :data:`NO_ROUTE` where it did not tell, and in the last row."""
+    """[Σ (P + R − 1) + 1, layers, k] uint8: the sampler's experts for all tokens except the last of each
+    sequence; :data:`NO_ROUTE` where unknown, and in the last entry."""
 
     @cached_property
     def places(self) -> Tensor:
-        """[m, 4] P, R, and where tokens and log-probs of each begin."""
+        """[m, 4] P, R, and the offsets of the sequence in ``tokens`` and ``log_probs``."""
         prompts, responses = self.prompt_lengths, self.response_lengths
         whole = prompts + responses
         begins = (whole.cumsum(0) - whole, responses.cumsum(0) - responses)
@@ -65,7 +61,7 @@ class Sequences:
 
     @cached_property
     def borders(self) -> list[list[int]]:
-        """Of each, positions in prompt and response: 0, where further rows begin, P + R."""
+        """For each sequence, positions in prompt and response: 0, where further rows begin, and P + R."""
         borders = [[0, prompt + response] for prompt, response, *_ in self.places.tolist()]
         if self.row_starts is not None:
             begins = self.places[:, 3].contiguous()
@@ -77,8 +73,8 @@ class Sequences:
 
     @cached_property
     def turns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """[Σ R] int32 number of the turn in its sequence, from 1, that the token is of, 0 for what the policy
-        did not write; [m] turns of each sequence; and the turns' lengths, of one sequence after the other."""
+        """[Σ R] int32 turn of the token in its sequence, from 1, or 0 if the policy did not write it; [m]
+        number of turns of each sequence; and the lengths of all turns, sequence by sequence."""
         assert self.written is not None
         begins = self.places[:, 3]
         starts = self.written.clone()
@@ -93,7 +89,7 @@ class Sequences:
 
     @cached_property
     def prompts(self) -> Tensor:
-        """[m] sequences with the same number have the same prompt."""
+        """[m] equal numbers for sequences with equal prompts."""
         starts = self.places[:, 2].tolist()
         rows = zip(starts, self.prompt_lengths.tolist(), strict=True)
         numbers: dict[bytes, int] = {}
@@ -101,8 +97,8 @@ class Sequences:
         return torch.tensor([numbers.setdefault(text, len(numbers)) for text in texts], dtype=torch.long)
 
     def routes_at(self, chosen: Tensor, segment: Tensor, positions: Tensor) -> Tensor:
-        """[t, layers, k] routes of the tokens at ``positions`` [t] of the sequences ``chosen`` [n], each of
-        them in ``segment`` [t]: n for tokens of none."""
+        """Return the routes [t, layers, k] of the tokens at ``positions`` [t]. ``segment`` [t] indexes the
+        token's sequence in ``chosen`` [n]; n for tokens of none."""
         assert self.routes is not None
         rows = self.prompt_lengths + self.response_lengths - 1
         known, begins = (pad(x[chosen], (0, 1)) for x in (rows, rows.cumsum(0) - rows))
@@ -122,20 +118,20 @@ class Sequences:
         row_starts: Tensor | None = None,
         routes: Tensor | None = None,
     ) -> Sequences:
-        """Make them from one row of ids per prompt and per response.
+        """Build sequences from one row of ids per prompt and per response.
 
         Args:
             prompts: token ids of each prompt.
             responses: token ids of each response.
             advantages: A [N].
-            log_probs: one row per response; none for responses that no sampler wrote.
-            index: numbers of the sequences in the step; by default they are all of it.
-            written: [Σ R] bool, which tokens of the responses the policy wrote; by default all.
-            row_starts: [Σ R] bool, which of the others begin a row.
-            routes: [Σ (P + R - 1), layers, k] uint8 of all of them, one after the other.
+            log_probs: one row per response; None if no sampler wrote them.
+            index: numbers of the sequences in the step; by default 0, 1, …
+            written: [Σ R] bool, which response tokens the policy wrote; by default all.
+            row_starts: [Σ R] bool, which of the other tokens begin a row.
+            routes: [Σ (P + R − 1), layers, k] uint8, sequence by sequence.
 
         Raises:
-            ValueError: an empty prompt, or rows that do not fit each other.
+            ValueError: an empty prompt, or inconsistent sizes.
         """
         prompt_lengths = torch.tensor([len(row) for row in prompts], dtype=torch.long)
         whole = torch.tensor([len(row) for row in responses], dtype=torch.long)
@@ -147,13 +143,13 @@ class Sequences:
             raise ValueError(f"prompt {int((prompt_lengths == 0).nonzero()[0])} has no token")
         sampled = torch.zeros(int(whole.sum())) if log_probs is None else _flat(log_probs, torch.float32)
         if log_probs is not None and [len(row) for row in log_probs] != whole.tolist():
-            raise ValueError("a response and its log-probs differ in length")
+            raise ValueError("a response and its log_probs differ in length")
         lengths = whole
         if written is not None:
             lengths = torch.repeat_interleave(whole)[written].bincount(minlength=len(whole))
         if routes is not None:
             if len(routes) != (prompt_lengths + whole - 1).sum():
-                raise ValueError(f"routes of {len(routes)} tokens, but other sequences")
+                raise ValueError(f"routes has {len(routes)} tokens, which does not match the sequences")
             routes = torch.cat([routes, routes.new_full((1, *routes.shape[1:]), NO_ROUTE)])
         pairs = [row for pair in zip(prompts, responses, strict=True) for row in pair]
         return cls(
@@ -171,7 +167,7 @@ class Sequences:
 
 
 def as_row(row: Row, dtype: torch.dtype) -> Tensor:
-    """A row as a tensor; an ``array`` or tensor of that type is not copied."""
+    """Return a row as a tensor, without a copy if it is an ``array`` or tensor of that type."""
     if isinstance(row, Tensor):
         return row.to("cpu", dtype)
     if isinstance(row, array) and len(row):
@@ -187,99 +183,98 @@ def _flat(rows: Sequence[Row], dtype: torch.dtype) -> Tensor:
 
 
 class Prefix(NamedTuple):
-    """A prompt without its last token, once in a pack for several sequences, which follow it there: each from
-    the prompt's last token on."""
+    """A prompt without its last token, packed once for several sequences. They follow it in the pack, each
+    from the prompt's last token on."""
 
     start: int
-    """Its first row."""
+    """Its first index in the pack."""
     end: int
-    """Of its rows: where those of the first sequence begin."""
+    """Its end, where the first of the sequences begins."""
     sequences: range
-    """Which share it, at least two."""
+    """The sequences that share it, at least two."""
 
 
 class Turns(NamedTuple):
-    """The m turns of a micro-batch: what the policy wrote in one go, between what an environment inserted."""
+    """The m turns of a micro-batch. A turn is what the policy wrote between insertions of an environment."""
 
     segment: Tensor
-    """[t] turn of each token, in [0, m]; m for what is in none."""
+    """[t] turn of each token, in [0, m]; m: in no turn."""
     owner: Tensor
-    """[m] the sequence of each."""
+    """[m] sequence of each turn."""
     lengths: Tensor
-    """[m] tokens of each, over all context ranks."""
+    """[m] tokens of each turn, over all context-parallel ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """n sequences packed into one row, of which this rank holds t tokens: all, or 1 / cp of them.
+    """n sequences packed into one row, of which this rank holds t tokens: all, or 1/cp of them.
 
-    Position i of a sequence predicts its token i + 1, so ``labels`` is ``tokens`` shifted left within each
-    sequence (before the row is split), and the mask is true where the label is a token of a response that the
-    policy wrote; what an environment inserted is read and not learned. Under context parallel every sequence
-    is padded at its end to a multiple of 2·cp. A tail that pads the row is one more sequence for the
-    attention, outside every mask. So is a prefix that sequences share; to them all of it is visible.
+    Position i of a sequence predicts its token i + 1: ``labels`` is ``tokens`` shifted left within each
+    sequence, before the row is split. The mask is true where the policy wrote the label; what an environment
+    inserted is context only. Under context parallelism, every sequence is padded at its end to a multiple of
+    2·cp. A tail that pads the row is one more sequence for the attention, outside every mask. So is a prefix
+    that sequences share; all of it is visible to them.
     """
 
     tokens: Tensor
     """[1, t] ids."""
     position_ids: Tensor
-    """[1, t] position in the sequence, from 0: all rows of a trajectory count."""
+    """[1, t] position in the sequence from 0, counted over all rows of a trajectory."""
     restarted: Tensor | None
     """[t] position in the sequence where the token's row begins; None: 0 everywhere."""
     labels: Tensor
-    """[t] next token; 0 where there is none."""
+    """[t] next token; 0 if there is none."""
     mask: Tensor
-    """[t] bool: the policy wrote the label. From places, not ids: it may sample the pad id."""
+    """[t] bool: the policy wrote the label. From positions, not ids: the policy may sample the pad id."""
     rows: Tensor
-    """[k] where the mask is true."""
+    """[k] indices where the mask is true."""
     label_range: tuple[int, int]
-    """Smallest and largest label inside the mask; (0, 0) without any."""
+    """Smallest and largest label inside the mask; (0, 0) if it is empty."""
     segment: Tensor
-    """[t] sequence of each token, in [0, n); n in padding and in shared prefixes."""
+    """[t] sequence of each token, in [0, n); n in padding and shared prefixes."""
     borders: Tensor
-    """[blocks + 1] int32: cumulative padded lengths from 0, over all context ranks. A block is a row of a
-    sequence (each has one, but for trajectories whose context an environment wrote anew), a prefix, or a
-    tail."""
+    """[blocks + 1] int32: cumulative padded lengths from 0, over all context-parallel ranks. A block is a row
+    of a sequence, a prefix or a tail; only trajectories with a rewritten context have several rows."""
     owner: Tensor
-    """[blocks] the sequence of each; n for a tail."""
+    """[blocks] sequence of each block; n for a tail."""
     longest: int
-    """Longest padded row, its prefix included, or tail, in tokens, over all context ranks."""
+    """Tokens of the longest padded row, including its prefix, or tail, over all context-parallel ranks."""
     lengths: Tensor
-    """[n] L, tokens that the policy wrote, over all context ranks."""
+    """[n] L, tokens that the policy wrote, over all context-parallel ranks."""
     advantages: Tensor
     """[n] fp32."""
     sample_index: Tensor
-    """[n] which sample of the rollout."""
+    """[n] number of the sample in the rollout."""
     sampled_log_probs: Tensor
-    """[t] the sampler's log-probs of the labels, 0 outside the mask."""
+    """[t] log-probs of the labels from the sampler, 0 outside the mask."""
     old_log_probs: Tensor | None = None
-    """[t] log-probs of the labels before this rollout's first update; None: the same as the new ones."""
+    """[t] log-probs of the labels before the first update on this rollout; None: equal to the new ones."""
     reference_log_probs: Tensor | None = None
     """[t] log-probs of the labels under the reference policy, for a KL penalty."""
     rollout_weights: Tensor | None = None
     """[t] finite factors on each token's policy gradient, from a rollout correction; None: all 1."""
     routes: Tensor | None = None
-    """[t, layers, k] uint8: experts of this rank's layers that a pass before has sent each token to, or the
-    sampler; :data:`NO_ROUTE` where there is none."""
+    """[t, layers, k] uint8: experts of this rank's layers that an earlier pass or the sampler sent each token
+    to; :data:`NO_ROUTE` where unknown."""
     router: Any = None
-    """The :class:`~megatron_fspo.mcore.router.RouterPass` of a pass in which routers do more than route."""
+    """The :class:`~megatron_fspo.mcore.router.RouterPass` of the pass; None: routers only route."""
     totals: StepTotals
     """Totals of its optimizer step."""
     turns: Turns | None = None
     """None: every sequence is one turn."""
     prefixes: tuple[Prefix, ...] = ()
-    """In their order; none under context parallel."""
+    """In the order of the pack; none under context parallelism."""
     source: MicroBatch | None = None
-    """What it was copied from, on the CPU, for whoever wants numbers: a GPU would have to be waited for."""
+    """The original on the CPU that this is a copy of. Reading numbers there does not wait for the GPU."""
 
     @property
     def on_host(self) -> MicroBatch:
-        """What it was copied from, or itself."""
+        """The original on the CPU, or itself."""
         return self.source or self
 
     @property
     def uses(self) -> Tensor:
-        """[t] int64: how many sequences a token is part of; 0 in padding."""
+        """[t] int64: number of sequences that a token belongs to; 0 in padding."""
         uses = (self.segment < self.lengths.numel()).long()
         for prefix in self.prefixes:
             uses[prefix.start : prefix.end] = len(prefix.sequences)
@@ -291,7 +286,7 @@ class MicroBatch:
         return self.position_ids[0] if self.restarted is None else self.position_ids[0] - self.restarted
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """Copy it from the CPU to a device. The copy is queued behind what the device has to do."""
+        """Copy it from the CPU to a device, asynchronously."""
         if torch.device(device).type == "cpu":
             return self
         tensors: dict[str, Any] = {
@@ -309,22 +304,24 @@ class StepTotals:
     """Sizes of one optimizer step over all ranks, known before it starts."""
 
     num_sequences: int
-    """N: sequences in which the policy wrote."""
+    """N: sequences with at least one token that the policy wrote."""
     num_tokens: int
-    """T: the tokens that it wrote."""
+    """T: tokens that the policy wrote."""
     packed_tokens: int
-    """Tokens that are in a pack: what Megatron counts and divides by. Less than T where sequences without a
-    gradient are left out."""
+    """Tokens of T that are in a pack, which Megatron counts and divides by. Less than T if sequences without
+    a gradient are left out."""
 
 
 class Packs(Sequence[MicroBatch]):
-    """Micro-batches of one rank, collated once on the CPU, 37 bytes per token that the rank holds and 8 per
-    response token; each is on the device only while it is at work.
+    """The micro-batches of one rank, collated once on the CPU; each is copied to the device when it is read.
+
+    They take 37 bytes per token that the rank holds, and 8 per response token.
 
     Args:
-        sequences: that the micro-batches are made of.
-        batches: in the order of their turns; those of several optimizer steps may follow each other.
-        columns: fields of :class:`MicroBatch` to add, one tensor [t, …] for each micro-batch.
+        sequences: the sequences that the micro-batches are made of.
+        batches: in order; micro-batches of several optimizer steps may follow each other.
+        device: device that they are copied to.
+        columns: fields of :class:`MicroBatch` to add, one tensor [t, …] per micro-batch.
     """
 
     def __init__(
@@ -353,14 +350,14 @@ class Packs(Sequence[MicroBatch]):
 
     @property
     def tokens(self) -> int:
-        """Count the tokens of all of them on this rank, padding included."""
+        """Tokens of all micro-batches on this rank, padding included."""
         return sum(batch.mask.numel() for batch in self.on_host)
 
     @property
     def totals(self) -> StepTotals:
-        """The totals of the optimizer step of the first of them."""
+        """The totals of the optimizer step of the first micro-batch."""
         return self.on_host[0].totals
 
     def with_columns(self, **columns: Sequence[Any]) -> Packs:
-        """Return them with more fields, one entry for each micro-batch, such as a tensor [t]."""
+        """Return the packs with more fields, one entry per micro-batch, such as a tensor [t]."""
         return Packs(self.sequences, self.on_host, self._device, {**self.columns, **columns})

@@ -1,7 +1,7 @@
-"""The one way from sequences to micro-batches: the trainer, scoring, ``verify`` and plugins all take it.
+"""From sequences to micro-batches, for the trainer, scoring, ``verify`` and plugins alike.
 
-``plan_step`` decides which sequence goes to which rank and pack, from lengths alone; ``collate_packs`` makes
-the tensors. ``pack`` does both for a program that holds its sequences itself.
+``plan_step`` assigns sequences to ranks and packs, from lengths alone; ``collate_packs`` builds the tensors.
+``pack`` does both, for a program that holds all sequences itself.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from megatron_fspo.packing.zigzag import chunks_per_sequence, local_runs, padded
 
 @dataclass(frozen=True, kw_only=True)
 class PackLayout:
-    """The parallel layout that packs must fit, and the tokens that a micro-batch may hold."""
+    """The parallel layout that packs must fit, and their size."""
 
     max_tokens: int | None = None
-    """Tokens of a micro-batch over all context ranks; None: whatever the sequences need, in one."""
+    """Most tokens of a micro-batch, over all context-parallel ranks; None: all sequences in one."""
     data_rank: int = 0
     data_size: int = 1
     context_rank: int = 0
     context_size: int = 1
     multiple_of: int = 1
-    """A rank's tokens of a pack are a multiple of this: tensor parallel size under sequence parallel."""
+    """A rank's tokens of a pack are a multiple of this: tensor-parallel size under sequence parallelism."""
     count_multiple_of: int = 1
     """Micro-batches per rank are a multiple of this: pipeline size under the interleaved schedule."""
     costs: Callable[[Sequence[int]], Sequence[int]] | None = None
-    """Maps padded lengths to what packs share out evenly; None: the tokens."""
+    """Maps padded lengths to the costs that packs balance; None: the lengths."""
     share_prompts: bool = False
-    """Sequences with the same prompt that follow each other in a pack share it, but for its last token."""
+    """Consecutive sequences of a pack with the same prompt share it, except for its last token."""
     device: torch.device | str = "cpu"
 
     def __post_init__(self) -> None:
         if self.share_prompts and self.context_size > 1:
-            raise ValueError("context parallel cuts every sequence: no prompt can be shared")
+            raise ValueError("share_prompts needs context_size = 1: context parallelism splits sequences")
 
 
 Plan = list[list[list[int]]]
@@ -77,17 +77,17 @@ def plan_step(
     left_out: Sequence[bool] | None = None,
     prompts: Sequence[int] | None = None,
 ) -> tuple[Plan, StepTotals]:
-    """Plan one optimizer step. From integers alone, so every rank plans the same.
+    """Plan one optimizer step, from integers alone, so that every rank makes the same plan.
 
     Args:
-        prompt_lengths: in tokens, of all sequences of the step.
+        prompt_lengths: prompt tokens of all sequences of the step.
         response_lengths: tokens after the prompt of each.
         layout: sizes of micro-batches and parallel groups.
-        lengths: tokens of these that the policy wrote; None: all.
-        rows: that each consists of; None: one.
-        first: number of the first; the others follow.
-        left_out: sequences that count in N and T and are in no pack, as their gradient is 0.
-        prompts: the same number for sequences with the same prompt; None: all have others.
+        lengths: response tokens that the policy wrote; None: all.
+        rows: rows of each sequence; None: one.
+        first: number of the first sequence; the others follow.
+        left_out: sequences that count in N and T but are in no pack, as their gradient is 0.
+        prompts: equal numbers for equal prompts; None: all differ.
 
     Raises:
         ValueError: a sequence does not fit a micro-batch.
@@ -121,7 +121,7 @@ def plan_step(
 
 
 class _Unit(NamedTuple):
-    """Sequences that come into one micro-batch together, as they share a prompt."""
+    """Sequences with a shared prompt that go into one micro-batch together."""
 
     members: list[int]
     tokens: int
@@ -131,15 +131,10 @@ class _Unit(NamedTuple):
 def _units(
     tokens: Sequence[int], prefixes: Sequence[int], prompts: Sequence[int], layout: PackLayout
 ) -> list[_Unit]:
-    """Join sequences of one prompt, as long as they fit a micro-batch and several units make a rank's load.
-
-    Args:
-        tokens: of each sequence alone.
-        prefixes: of these what it could share.
-        prompts: the same number for sequences that may be joined, which follow each other.
-        layout: what a unit must fit, and what it costs.
-    """
-    # Causal attention too costs a shared part once: (p + l)² = p² + 2pl + l².
+    """Join sequences of one prompt while they fit a micro-batch and a rank's load stays several units.
+    ``tokens`` is of each sequence alone, of which ``prefixes`` can be shared; ``prompts`` is equal for
+    consecutive sequences that may be joined."""
+    # Causal attention also costs a shared prefix once: (p + l)² = p² + 2pl + l².
     costs, saved = (x if layout.costs is None else layout.costs(x) for x in (tokens, prefixes))
     again = [i for i in range(1, len(tokens)) if prompts[i] == prompts[i - 1]]
     most = sum(costs) - sum(saved[i] for i in again)
@@ -161,7 +156,7 @@ def _units(
 
 
 def plan_of(sequences: Sequences, layout: PackLayout) -> tuple[Plan, StepTotals]:
-    """Plan one optimizer step of which all is at hand; raises what :func:`plan_step` does."""
+    """Plan one optimizer step of which all sequences are here. Raises like :func:`plan_step`."""
     return plan_step(
         sequences.prompt_lengths.tolist(),
         sequences.response_lengths.tolist(),
@@ -173,14 +168,14 @@ def plan_of(sequences: Sequences, layout: PackLayout) -> tuple[Plan, StepTotals]
 
 
 def collate(sequences: Sequences, rows: Sequence[int], totals: StepTotals, layout: PackLayout) -> MicroBatch:
-    """Pack some of the sequences, and keep the tokens of one context-parallel rank. On the CPU.
+    """Pack some sequences on the CPU, and keep the tokens of one context-parallel rank.
 
     Args:
         sequences: to choose from.
-        rows: places of the sequences in ``sequences``.
+        rows: indices of the chosen sequences.
         totals: N and T of the whole optimizer step.
-        layout: this rank's tokens of a sequence are those of :func:`local_runs`. An empty micro-batch becomes
-            one tail, so that every rank runs the same collectives.
+        layout: the rank keeps the tokens of :func:`local_runs`. An empty micro-batch becomes one tail, so
+            that every rank runs the same collectives.
     """
     chosen = torch.tensor(rows, dtype=torch.long)
     prompts, responses, *_ = sequences.places.index_select(0, chosen).unbind(1)
@@ -189,12 +184,12 @@ def collate(sequences: Sequences, rows: Sequence[int], totals: StepTotals, layou
     chunks = chunks_per_sequence(layout.context_size)
     size = end - first + -(end - first) % chunks
     filled = int(size.sum())
-    # A tail must split into chunks as well; the rank's share of the whole row is what multiple_of is about.
+    # A tail must split into chunks as well; multiple_of applies to the rank's share of the whole row.
     step = math.lcm(chunks, layout.context_size * layout.multiple_of)
     tail = -filled % step if filled else step
     padded = torch.cat([size, size.new_tensor([tail] if tail else [])])
     first, end, restart = (_filled(column, len(padded)) for column in (first, end, restart))
-    # What positions of a sequence are: before the mask, in it, the last token, padding. A tail is padding.
+    # The kinds of positions: before the mask, in it, the last token, padding. A tail is padding.
     ends = torch.stack([prompts - 1, prompts + responses - 1], dim=1)[number]
     ends = torch.cat([_filled(ends, len(padded)).minimum(end[:, None]), end[:, None]], dim=1)
     edges = torch.stack([torch.zeros_like(padded), *ends.unbind(1), first + padded], dim=1)
@@ -232,8 +227,8 @@ def collate(sequences: Sequences, rows: Sequence[int], totals: StepTotals, layou
 def _blocks(
     sequences: Sequences, chosen: Tensor, *, share: bool
 ) -> tuple[list[tuple[int, int, int, int]], tuple[Prefix, ...]]:
-    """(number among the ``chosen``, first position, end, position where its row begins) of what lies end to
-    end in a pack; and what of it is shared, which is there as the first sequence's."""
+    """Return the blocks that lie end to end in a pack, each (index in ``chosen``, first position, end,
+    position where its row begins), and the shared prefixes, which are blocks of their first sequence."""
     prompts = sequences.prompts[chosen].tolist() if share else range(len(chosen))
     borders = [sequences.borders[i] for i in chosen.tolist()]
     lengths = sequences.prompt_lengths[chosen].tolist()
@@ -247,14 +242,14 @@ def _blocks(
             blocks.append((members[0], 0, first, 0))
             prefixes.append(Prefix(row, row + first, range(members[0], members[-1] + 1)))
         blocks += [(i, first, borders[i][1], 0) for i in members]
-        # Behind the rows that share the prompt.
+        # Further rows follow those that share the prompt.
         blocks += [(i, *ends, ends[0]) for i in members for ends in pairwise(borders[i][1:])]
         row += first + sum(borders[i][-1] - first for i in members)
     return blocks, tuple(prefixes)
 
 
 def _turns(sequences: Sequences, chosen: Tensor, number: Tensor, per_token: Mapping[str, Tensor]) -> Turns:
-    """Of the ``chosen``; ``number`` [t] is that of a token's turn in its sequence, from 1."""
+    """Return the turns of the ``chosen`` sequences; ``number`` [t] is a token's turn in its sequence."""
     _, counts, lengths = sequences.turns
     mine = counts[chosen]
     first = mine.cumsum(0) - mine
@@ -270,7 +265,7 @@ def _turns(sequences: Sequences, chosen: Tensor, number: Tensor, per_token: Mapp
 
 
 def _filled(rows: Tensor, count: int) -> Tensor:
-    """``count`` rows, of zeros where there are no more."""
+    """Return ``count`` rows: ``rows``, then zeros."""
     return torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
 
 
@@ -280,15 +275,14 @@ def _rows(
     ends: Sequence[Sequence[int]],
     held: Sequence[Sequence[Sequence[int]]],
 ) -> list[Tensor]:
-    """Tokens, labels and sampled log-probs where this rank holds them, and the number of a label's turn, if
-    the policy did not write all: pieces of the flat arrays, copied once.
+    """Return tokens, labels, sampled log-probs and, if the policy did not write all, turns of the labels,
+    where this rank holds them: pieces of the flat arrays, copied once.
 
     Args:
         sequences: to choose from.
         chosen: the sequence of each block.
-        ends: of each block, and of the tail, the positions where the mask begins, where labels end, and where
-            tokens do.
-        held: of these the runs [first, end) of positions.
+        ends: per block, and of the tail: where the mask begins, where labels end, and where tokens end.
+        held: per block, and of the tail: runs [first, end) of positions that this rank holds.
     """
     starts = _filled(sequences.places.index_select(0, chosen), len(held))[:, 2:].tolist()
     prompts = _filled(sequences.prompt_lengths[chosen], len(held)).tolist()
@@ -311,7 +305,7 @@ def _rows(
 
 
 def _cut(flat: Tensor, start: int, span: tuple[int, int], run: Sequence[int], zeros: Tensor) -> list[Tensor]:
-    """The entries of one run of positions: those in ``span`` come from ``flat``, others are 0."""
+    """Return the entries of one run of positions: from ``flat`` inside ``span``, 0 elsewhere."""
     (low, high), (first, end) = span, run
     after = max(first, min(low, end))
     stop = max(after, min(high, end))
@@ -324,11 +318,11 @@ def _cut(flat: Tensor, start: int, span: tuple[int, int], run: Sequence[int], ze
 def _per_token(
     columns: Sequence[Tensor], sizes: Tensor, firsts: Tensor, number: Tensor, *, nobody: int
 ) -> dict[str, Any]:
-    """The fields of a :class:`MicroBatch` that have t entries.
+    """Return the fields of a :class:`MicroBatch` that have t entries.
 
     Args:
-        columns: of :func:`_rows`, [t].
-        sizes: [n, runs, 4] positions in each run of each block, and of the tail, by what they are.
+        columns: from :func:`_rows`, [t].
+        sizes: [n, runs, 4] number of positions of each kind, per run of each block and of the tail.
         firsts: [n, runs] first positions of the runs.
         number: [n] sequence of each block.
         nobody: the segment of padding.
@@ -361,7 +355,7 @@ def _per_token(
 
 
 def collate_packs(sequences: Sequences, packs: Sequence[Pack], layout: PackLayout) -> Packs:
-    """Micro-batches of what a plan says."""
+    """Return the micro-batches of the planned packs."""
     row = {number: row for row, number in enumerate(sequences.index.tolist())}
     batches = [
         collate(sequences, [row[number] for number in pack.numbers], pack.totals, layout) for pack in packs
@@ -370,7 +364,7 @@ def collate_packs(sequences: Sequences, packs: Sequence[Pack], layout: PackLayou
 
 
 def pack(sequences: Sequences, layout: PackLayout, *, plan: Plan | None = None) -> Packs:
-    """This rank's micro-batches of one optimizer step.
+    """Return this rank's micro-batches of one optimizer step.
 
     Example::
 
@@ -382,7 +376,7 @@ def pack(sequences: Sequences, layout: PackLayout, *, plan: Plan | None = None) 
     Args:
         sequences: all of the step, the same on every rank.
         layout: sizes of micro-batches and parallel groups, and this rank in them.
-        plan: who gets what, where it is not to be worked out.
+        plan: the assignment to use; None: a new plan.
 
     Raises:
         ValueError: a sequence does not fit a micro-batch.

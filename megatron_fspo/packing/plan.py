@@ -1,7 +1,7 @@
-"""The plan of which sequence goes to which rank and micro-batch. Integers only: the same on every rank.
+"""The plan that assigns sequences to ranks and micro-batches, from integers only: the same on every rank.
 
-Invariants (asserted by the tests): every sequence is placed exactly once; every rank gets the same number
-of micro-batches; no micro-batch holds more than ``max_tokens``; the plan depends on the arguments alone.
+Every sequence is placed exactly once, every rank gets the same number of micro-batches, and no micro-batch
+exceeds ``max_tokens``. Tests check these invariants.
 """
 
 from __future__ import annotations
@@ -18,25 +18,22 @@ def plan_micro_batches(
     costs: Sequence[int] | None = None,
     count_multiple_of: int = 1,
 ) -> list[list[list[int]]]:
-    """Spread sequences over ranks × micro-batches with about equal cost each.
+    """Distribute sequences over ranks × micro-batches of about equal cost.
 
-    Costliest first, each into the cheapest bin that has room for it (LPT scheduling), with as few bins as
-    fit. The bins are then dealt out in a snake, costliest first, so that the ranks carry about the same load.
-
-    n sequences take O(n log² n) as long as a longer one costs no less than a shorter one.
+    Sequences are placed by falling cost, each into the cheapest bin with room for it (LPT scheduling), with
+    as few bins as possible. The bins are then dealt to the ranks in a snake, costliest first, so that ranks
+    carry about the same load. n sequences take O(n log² n) if none costs less than a shorter one.
 
     Args:
         lengths: tokens of each sequence, prompt and response; all ≥ 1.
         ranks: data-parallel size.
-        max_tokens: tokens that one micro-batch may hold.
-        costs: what to balance, one per sequence; the lengths themselves by default. See
-            :func:`attention_costs`.
-        count_multiple_of: micro-batches per rank are a multiple of this (pipeline size under the interleaved
-            schedule).
+        max_tokens: most tokens of a micro-batch.
+        costs: what to balance, one per sequence, such as :func:`attention_costs`; default: the lengths.
+        count_multiple_of: micro-batches per rank are a multiple of this (pipeline size if interleaved).
 
     Returns:
-        ``plan[rank][micro_batch]``: indices into ``lengths``, ascending. With fewer sequences than bins
-        some micro-batches are empty lists.
+        ``plan[rank][micro_batch]``: indices into ``lengths``, ascending. With fewer sequences than bins, some
+        micro-batches are empty lists.
 
     Raises:
         ValueError: a sequence is longer than ``max_tokens``.
@@ -46,13 +43,13 @@ def plan_micro_batches(
         raise ValueError(f"a sequence of {longest} tokens does not fit a micro-batch of {max_tokens}")
     costs = lengths if costs is None else costs
     order = sorted(range(len(lengths)), key=lambda i: (-costs[i], i))
-    # Two sequences of over half the limit cannot share a bin.
+    # Two sequences longer than half the limit cannot share a bin.
     fewest = max(-(-sum(lengths) // max_tokens), sum(2 * length > max_tokens for length in lengths))
     step = stride = count_multiple_of
     enough = -(-max(1, -(-fewest // ranks)) // step) * step  # per rank
     too_few = enough - step
-    # Doubles the stride until a count fits, then halves the gap. Now and then the heuristic refuses a count
-    # after a smaller one that fits; a smaller one is then missed.
+    # Double the stride until a count fits, then bisect. The heuristic is not quite monotonic: it may reject a
+    # count although a smaller one fits, which is then missed.
     while (bins := _fill(lengths, costs, order, enough * ranks, max_tokens)) is None:
         too_few, enough, stride = enough, enough + stride, 2 * stride
     while enough - too_few > step:
@@ -71,14 +68,14 @@ def plan_micro_batches(
 
 
 def attention_costs(lengths: Sequence[int], *, linear_size: int, attention_size: int) -> list[int]:
-    """Multiplications of one layer's forward pass on each sequence.
+    """Return the multiplications of one layer's forward pass on each sequence.
 
-    Every token passes the layer's matrices; causal attention adds two products of on average L / 2 keys::
+    Every token passes the layer's matrices; causal attention adds two products with L / 2 keys on average::
 
         cost(L) = L · linear_size + L² · attention_size
 
     Args:
-        lengths: tokens of each sequence, its prompt included.
+        lengths: tokens of each sequence, prompt included.
         linear_size: parameters of a layer's matrices.
         attention_size: query heads × head size.
     """
@@ -88,11 +85,10 @@ def attention_costs(lengths: Sequence[int], *, linear_size: int, attention_size:
 def _fill(
     lengths: Sequence[int], costs: Sequence[int], order: Sequence[int], num_bins: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """``num_bins`` bins of indices, or None where they overflow; sequences are placed in ``order``.
+    """Return ``num_bins`` bins of indices, placed in ``order``, or None if they overflow.
 
-    A bin without room for one sequence is set aside until a sequence comes that it has room for. With
-    lengths that fall along ``order`` it then has room for all that follow until it is filled further: each
-    placement sets at most one bin aside once.
+    A bin without room for a sequence is set aside until one comes that fits. If lengths fall along ``order``,
+    it has room for all later ones until it is filled further: each placement sets at most one bin aside.
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     room = [max_tokens] * num_bins

@@ -1,10 +1,9 @@
 """How context-parallel ranks share the tokens of a pack.
 
-Under context parallel every sequence is cut into 2·size equal chunks; rank r holds chunk r and chunk
-2·size - 1 - r of each (zigzag). Under a causal mask a late chunk attends to more keys than an early one, so
-the pairs cost all ranks the same. It is the layout that Transformer Engine's context-parallel attention and
-Megatron's packed RoPE expect. ``borders`` are cumulative padded lengths from 0; every length is a multiple of
-2·size.
+Every sequence is cut into 2·size equal chunks; rank r holds chunks r and 2·size − 1 − r of each (zigzag).
+Under a causal mask, late chunks attend to more keys than early ones, so these pairs cost all ranks the same.
+Transformer Engine's context-parallel attention and Megatron's packed RoPE expect this layout. ``borders`` are
+cumulative padded lengths from 0; every length is a multiple of 2·size.
 """
 
 from __future__ import annotations
@@ -14,23 +13,23 @@ from torch import Tensor
 
 
 def padded_length(length: int, context: int = 1, *, rows: int = 1) -> int:
-    """Tokens that a sequence takes in a pack, with the padding of ``context`` parallel ranks; at most, if it
-    has several rows."""
+    """Return the tokens of a sequence in a pack, padded for ``context`` ranks; an upper bound for several
+    rows."""
     chunks = chunks_per_sequence(context)
     length += (rows - 1) * (chunks - 1)
     return length + -length % chunks
 
 
 def chunks_per_sequence(size: int) -> int:
-    """Chunks that every sequence is cut into for ``size`` ranks; its padded length is a multiple of it."""
+    """Return the number of chunks per sequence for ``size`` ranks; padded lengths are a multiple of it."""
     return 2 * size if size > 1 else 1
 
 
 def local_runs(padded_lengths: Tensor, rank: int, size: int) -> Tensor:
-    """Return where in each sequence the tokens lie that ``rank`` holds, in the order it holds them.
+    """Return the positions of each sequence that ``rank`` holds, in the order it holds them.
 
     Args:
-        padded_lengths: [n], multiples of 2·size where size > 1.
+        padded_lengths: [n], multiples of 2·size if size > 1.
         rank: context-parallel rank.
         size: context-parallel size.
 
@@ -38,7 +37,7 @@ def local_runs(padded_lengths: Tensor, rank: int, size: int) -> Tensor:
         [n, runs, 2] first position and end of each run.
 
     Raises:
-        ValueError: a length that does not split.
+        ValueError: a length does not split into chunks.
     """
     chunks = chunks_per_sequence(size)
     if (padded_lengths % chunks).any():
@@ -50,7 +49,8 @@ def local_runs(padded_lengths: Tensor, rank: int, size: int) -> Tensor:
 
 
 def local_positions(borders: Tensor, rank: int, size: int) -> Tensor:
-    """Positions in the whole row [t / size] of the tokens that ``rank`` holds, in the order it holds them."""
+    """Return the positions in the whole row [t / size] of the tokens of ``rank``, in the order it holds
+    them."""
     borders = borders.long()
     runs = (local_runs(borders.diff(), rank, size) + borders[:-1, None, None]).flatten(0, 1)
     lengths = runs.diff(dim=1)[:, 0]
@@ -59,7 +59,7 @@ def local_positions(borders: Tensor, rank: int, size: int) -> Tensor:
 
 
 def gathered_positions(borders: Tensor, size: int) -> Tensor:
-    """Return, per position of the whole row [t], where it is when the ranks' rows are laid end to end."""
+    """Return, for each position of the whole row [t], its index when the ranks' rows are concatenated."""
     laid = torch.cat([local_positions(borders, rank, size) for rank in range(size)])
     where = torch.empty_like(laid)
     where[laid] = torch.arange(len(laid), device=laid.device)

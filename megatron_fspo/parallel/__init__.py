@@ -1,1 +1,1 @@
-"""Reductions over process groups, which are arguments: one sequence on many ranks becomes one number."""
+"""Reductions over process groups, which are passed as arguments."""

@@ -1,12 +1,12 @@
-"""Long waits of ranks for each other: outside of collectives.
+"""Long waits of ranks for each other, outside of collectives.
 
-A collective has a short time-out, because whoever hangs in one is lost. Servers, graders and disks take as
-long as they take. So before the first collective after such a time all ranks :meth:`Control.meet`, and ranks
-that do what the first one says :meth:`Control.hear` it. Who waits this way learns within seconds that another
-rank failed, or is gone, and whether the job was asked to stop.
+Collectives have a short time-out, so that a hanging one is detected early. Servers, graders and disks may
+take longer. So before the first collective after such work all ranks :meth:`Control.meet`; to follow
+instructions of the first rank, the others :meth:`Control.hear` them. A rank that waits like this learns
+within seconds if another rank failed or disappeared, or if the job should stop.
 
-This is the job of one process, which waits for nobody; :class:`~megatron_fspo.job.control.JobControl` is of
-several. Every rank calls the same methods in the same order.
+This is the control of a job of one process, which never waits for other ranks. That of several processes is
+:class:`~megatron_fspo.job.control.JobControl`. Every rank calls the same methods in the same order.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from dataclasses import dataclass, field
 from megatron_fspo.errors import StopRequested, TrainingError
 
 SLICE = 0.5
-"""Seconds between two looks of a waiting rank at what became of the others."""
+"""Seconds between two checks of a waiting rank for failures of others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """Limits of waits, in seconds."""
+    """Time limits, in seconds."""
 
     wait: float = 4 * 3600.0
-    """Longest wait for servers, grades, disks and the ranks that are busy with them."""
+    """Longest wait for servers, grades and disks, and for ranks that wait for these."""
     silence: float = 40.0
-    """Longest time without a sign of life of a rank."""
+    """Longest time without a heartbeat of a rank."""
     grace: float = 15.0
-    """Time between the news that the job has failed, and the end of a process that did not end by itself."""
+    """Time that a process has to end by itself after the job failed, before it is killed."""
 
     @property
     def beat(self) -> float:
-        """Time between two signs of life."""
+        """Interval of heartbeats."""
         return min(2.0, self.silence / 8)
 
 
 @dataclass(frozen=True)
 class Wait:
-    """A wait under way: what to ask while it lasts."""
+    """A wait in progress; call :meth:`check` regularly."""
 
     control: Control
     what: str
@@ -50,10 +50,10 @@ class Wait:
     began: float = field(default_factory=time.monotonic)
 
     def check(self) -> None:
-        """Call it every :data:`SLICE` or so.
+        """Call this about every :data:`SLICE` seconds.
 
         Raises:
-            TrainingError: another rank failed or is gone, or this takes longer than it may.
+            TrainingError: another rank failed or disappeared, or the wait exceeds its time limit.
             StopRequested: a stop was requested, and this wait may end early.
         """
         self.control.check()
@@ -67,45 +67,44 @@ class Wait:
 
 
 class Control:
-    """The control of a job of one process, which waits for nobody."""
+    """The control of a job of one process."""
 
     def __init__(self, patience: Patience | None = None) -> None:
         self.patience = patience or Patience()
         self.waits = ""
-        """The thing this rank waits for, outside of collectives; "" while it works."""
+        """What this rank waits for, outside of collectives; "" while it works."""
         self._stop_here = False
 
     def tell(self, word: str) -> None:
-        """Say a few words, on the first rank: what to do together next. Returns when all others have heard
-        it, so that a collective may follow. Raises ``TrainingError`` as :meth:`meet`."""
+        """On the first rank, send the others a short instruction. Returns when all have received it, so that
+        a collective may follow. Raises ``TrainingError`` as :meth:`meet`."""
 
     def hear(self, what: str) -> str:
-        """Return, on the other ranks, the next word of the first one; messages say ``what`` is waited for.
-        Raises ``TrainingError`` as :meth:`meet`."""
-        raise RuntimeError("hear() in a job of one process: nobody tells")
+        """On the other ranks, wait for the first rank's next instruction and return it; ``what`` names the
+        wait in messages. Raises ``TrainingError`` as :meth:`meet`."""
+        raise RuntimeError("hear() in a job of one process, which has no other rank to hear")
 
     def meet(self, what: str, ranks: Sequence[int] | None = None, *, seconds: float | None = None) -> bool:
-        """Wait until all ranks are here: before the first collective after what may take one longer than
-        another.
+        """Wait until all ranks call this, before the first collective after work of different duration.
 
         Args:
-            what: was done until here, for messages; the same on all.
-            ranks: of the job, the same on all of them; default all.
-            seconds: how long at most; default ``parallel.wait_seconds``.
+            what: what is waited for, for messages; the same on all ranks.
+            ranks: the ranks that meet, the same on all of them; default: all.
+            seconds: time limit; default: ``parallel.wait_seconds``.
 
         Returns:
-            whether the job was asked to stop before all were here: the same on all of them.
+            whether a stop was requested before all ranks arrived; the same on all of them.
 
         Raises:
-            TrainingError: another rank failed or is gone, or some did not come in time. Names them.
+            TrainingError: another rank failed or disappeared, or ranks, which it names, are not in time.
         """
         return self.stop_requested
 
     @contextmanager
     def waiting(self, what: str, *, seconds: float | None = None, stops: bool = False) -> Iterator[Wait]:
-        """A wait of another kind, for a server perhaps: poll, and call :meth:`Wait.check` meanwhile. It may
-        last ``seconds``, by default ``parallel.wait_seconds``; with ``stops`` a request to stop ends it, as
-        StopRequested. Messages say ``what`` is waited for."""
+        """Context manager to wait for something else, such as a server: poll, and call :meth:`Wait.check`.
+        ``what`` names it in messages; ``seconds`` is the time limit, by default ``parallel.wait_seconds``;
+        with ``stops``, a requested stop raises ``StopRequested``."""
         before, self.waits = self.waits, what
         try:
             yield Wait(self, what, seconds, stops)
@@ -113,25 +112,21 @@ class Control:
             self.waits = before
 
     def check(self) -> None:
-        """Do nothing while the job is well.
-
-        Raises:
-            TrainingError: another rank failed or is gone; or the store does not answer.
-        """
+        """Raise ``TrainingError`` if another rank failed or disappeared, or the store does not answer."""
 
     def request_stop(self) -> None:
-        """Ask the whole job to stop; a signal handler may."""
+        """Request the whole job to stop. Signal handlers may call this."""
         self._stop_here = True
 
     @property
     def stop_requested(self) -> bool:
-        """True once some rank was asked to stop. Ranks learn of it within seconds, not at once: they decide
-        by what :meth:`meet` returns, or by what the first rank tells."""
+        """True once a stop was requested on any rank. Ranks learn of it at different times: for a common
+        decision use the result of :meth:`meet`, or the first rank's instruction."""
         return self._stop_here
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others why the job ends: their waits end with it, and after a grace period what is left of
-        them."""
+        """Send the others the error that ends the job: it ends their waits, and after a grace period their
+        processes."""
 
     def close(self) -> None:
         """Leave the job."""

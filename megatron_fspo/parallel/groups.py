@@ -1,6 +1,7 @@
-"""The process groups of a run, handed down as an argument: nothing below asks for globals. Tensors and small
-Python objects that change ranks. And metrics as (sum, denominator) pairs until the last reduction, so that no
-split of a batch changes them."""
+"""Process groups of a job, passed as an argument instead of globals; exchange of tensors and small objects.
+
+Metrics are (sum, denominator) pairs until the last reduction, so they do not depend on how a batch is split.
+"""
 
 from __future__ import annotations
 
@@ -18,38 +19,37 @@ from megatron_fspo.parallel.control import Control
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
-    """Built once, in :mod:`megatron_fspo.mcore.startup`, or by :meth:`of`."""
+    """Process groups of this rank. Built once, in :mod:`megatron_fspo.mcore.startup`, or by :meth:`of`."""
 
     tp: dist.ProcessGroup
-    """Tensor parallel: ranks that share every token, each with a slice of the vocabulary."""
+    """Tensor parallel: ranks with the same tokens, each with slices of the matrices and the vocabulary."""
     pp: dist.ProcessGroup
-    """Pipeline parallel."""
+    """Pipeline parallel: ranks with different layers."""
     cp: dist.ProcessGroup
-    """Context parallel: ranks that share every sequence, each with some of its tokens."""
+    """Context parallel: ranks with the same sequences, each with some of their tokens."""
     ep: dist.ProcessGroup
-    """Expert parallel: ranks of one pipeline stage, each with some of every layer's experts; runs across the
-    other three."""
+    """Expert parallel: ranks of one stage, over tp, cp and dp, each with some of every layer's experts."""
     edp: dist.ProcessGroup
     """Expert data parallel: the ranks of one pipeline stage that hold the same experts."""
     dp: dist.ProcessGroup
     """Data parallel: ranks with different sequences."""
     dp_cp: dist.ProcessGroup
-    """Data and context parallel together: all ranks with different tokens."""
+    """Data and context parallel together: ranks with different tokens."""
     control: Control = field(default_factory=Control)
-    """Lets ranks wait for each other outside of collectives; the default waits for nobody."""
+    """Lets ranks wait for each other outside of collectives; the default never waits."""
 
     def copies(self, *, of_expert: bool) -> dist.ProcessGroup:
-        """Ranks with other tokens that hold the same values of a parameter: its gradient is their sum."""
+        """Ranks that hold the same parameter, with different tokens: their gradients are summed."""
         return self.edp if of_expert else self.dp_cp
 
     @property
     def first_of_copy(self) -> bool:
-        """True on the rank of a model copy that holds its responses."""
+        """True on the first rank of a model copy, which holds the copy's responses."""
         return self.tp.rank() == self.cp.rank() == self.pp.rank() == 0
 
     @classmethod
     def of(cls, parallel_state: Any, control: Control | None = None) -> ParallelGroups:
-        """Take the groups that ``megatron.core.parallel_state.initialize_model_parallel`` has made."""
+        """Return the groups that ``megatron.core.parallel_state.initialize_model_parallel`` made."""
         return cls(
             tp=parallel_state.get_tensor_model_parallel_group(),
             pp=parallel_state.get_pipeline_model_parallel_group(),
@@ -70,36 +70,30 @@ def pack_layout(
     interleaved: bool = False,
     align: int = 1,
 ) -> PackLayout:
-    """Return the layout that this rank's packs must fit, whatever they may hold.
-
-    Args:
-        groups: of the job's layout.
-        device: where packs are wanted.
-        sequence: sequence parallel: tensor-parallel ranks share the tokens of a pack.
-        interleaved: the pipeline's schedule is, with several chunks of the model on a rank.
-        align: what the rows of every product must be a multiple of.
-    """
+    """Return the layout of this rank's packs, without ``max_tokens``. ``sequence``: sequence parallelism is
+    on; ``interleaved``: the pipeline has several model chunks per rank; ``align``: divisor of the number of
+    tokens on a rank."""
     return PackLayout(
         data_rank=groups.dp.rank(),
         data_size=groups.dp.size(),
         context_rank=groups.cp.rank(),
         context_size=groups.cp.size(),
         multiple_of=align * (groups.tp.size() if sequence else 1),
-        # What the interleaved schedule asks for.
+        # Required by the interleaved schedule.
         count_multiple_of=groups.pp.size() if interleaved else 1,
         device=device,
     )
 
 
 def of_first_rank(values: Tensor, *groups: dist.ProcessGroup) -> Tensor:
-    """A tensor of one shape on all ranks becomes that of one of them: the one that is first in every group.
+    """Return the tensor of the rank that is first in every group; shapes must agree.
 
-    For whatever decides control flow, shapes or collectives. Ranks that share a model compute the same
-    numbers, but not always to the last bit: sums come in another order, and processors of another type round
-    a power otherwise. Two that differ in a comparison would meet in collectives of different shapes.
+    Use it for all values that decide control flow, shapes or collectives. Ranks of one model compute the same
+    numbers, but not bit for bit: the order of sums and the rounding of powers may differ. If a comparison had
+    different results on two ranks, their collectives would have different shapes.
 
-    One broadcast over each group with more than one rank. Without any, the tensor itself; else a copy. No
-    gradient passes through.
+    Collective: one broadcast per group with more than one rank. Without such groups it returns ``values``,
+    otherwise a detached copy.
     """
     several = [group for group in groups if group.size() > 1]
     if not several:
@@ -113,18 +107,10 @@ def of_first_rank(values: Tensor, *groups: dist.ProcessGroup) -> Tensor:
 def exchange(
     rows: Sequence[Sequence[Tensor]], dtype: torch.dtype, *, group: dist.ProcessGroup
 ) -> tuple[Tensor, list[int]]:
-    """Give every rank of the group its share, straight from who has it, without pickles. Collective: one
-    all-to-all, and one of the sizes before it.
+    """Send ``rows``, one-dimensional and of any lengths, to each rank of the group, without pickling.
 
-    Copies what is sent once, and what is received not at all.
-
-    Args:
-        rows: for each rank of the group what goes to it: rows of one dimension and any lengths.
-        dtype: of the rows.
-        group: whose ranks exchange.
-
-    Returns:
-        all that this rank was given, one rank's after the other's, on the CPU; and how much from each.
+    Returns the received elements on the CPU, concatenated in rank order, and their number from each rank.
+    Collective: one all-to-all of the sizes, one of the data.
     """
     together = torch.cat([torch.zeros(0, dtype=dtype), *(row for some in rows for row in some)])
     if group.size() == 1:
@@ -148,9 +134,8 @@ Totals = dict[str, tuple[float, float]]
 
 
 def sum_metrics(parts: Iterable[Mapping[str, Tensor]], *, group: dist.ProcessGroup) -> Totals:
-    """Sum the pairs [sum, denominator] of several micro-batches, by name, over the group, data × context
-    parallel, in one all-reduce. Raises ``KeyError`` where the names of two parts differ; they must not
-    between ranks."""
+    """Sum the pairs [sum, denominator] of several micro-batches by name, over data × context parallel ranks.
+    One all-reduce. Raises ``KeyError`` if micro-batches have different names; ranks must have the same."""
     pairs: dict[str, Tensor] = {}
     for part in parts:
         if pairs and part.keys() != pairs.keys():
@@ -164,7 +149,7 @@ def sum_metrics(parts: Iterable[Mapping[str, Tensor]], *, group: dist.ProcessGro
 
 
 def pool(parts: Iterable[Totals]) -> Totals:
-    """Sum the pairs of several passes; a name need not be in all of them."""
+    """Sum the pairs of several passes by name; a name may be missing in some."""
     pooled: Totals = {}
     for part in parts:
         for name, (total, count) in part.items():
@@ -179,7 +164,7 @@ def means(totals: Totals) -> dict[str, float]:
 
 
 def gather_lists(items: list[T], *, group: dist.ProcessGroup) -> list[T]:
-    """All ranks' lists, one after the other in rank order, on every rank."""
+    """Return the concatenation of all ranks' lists, in rank order, on every rank. Collective."""
     if group.size() == 1:
         return items
     parts: list[list[T]] = [[] for _ in range(group.size())]
@@ -188,7 +173,7 @@ def gather_lists(items: list[T], *, group: dist.ProcessGroup) -> list[T]:
 
 
 def share(item: T, *, group: dist.ProcessGroup, source: int = 0) -> T:
-    """One rank's object, on every rank of the group; ``source`` counts within the group, -1 is its last."""
+    """Return the object of rank ``source`` of the group (-1 is its last) on every rank. Collective."""
     if group.size() == 1:
         return item
     box = [item]
@@ -198,13 +183,13 @@ def share(item: T, *, group: dist.ProcessGroup, source: int = 0) -> T:
 
 def any_rank(flag: bool, *, device: torch.device) -> bool:
     """Return True if the flag is set on any rank of the job. Collective."""
-    flags = torch.full((), int(flag), device=device)  # no copy from the host, which would be waited for
+    flags = torch.full((), int(flag), device=device)  # a copy from the host would synchronize
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     return bool(flags.item())
 
 
 def agreed(item: T, groups: ParallelGroups) -> T:
-    """A small Python object of the job's first rank, on every rank of the job. Collective."""
+    """Return a small Python object of the job's first rank on every rank of the job. Collective."""
     for group in (groups.dp_cp, groups.tp, groups.pp):
         item = share(item, group=group)
     return item

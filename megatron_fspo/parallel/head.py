@@ -1,25 +1,24 @@
-"""Per-token log-probability and entropy from hidden states: the logits never exist as a whole.
+"""Per-token log-probability and entropy from hidden states, without storing all logits.
 
 With z = hidden · weightᵀ / temperature, m = max z, Z = Σ exp(z - m) and p = exp(z - m) / Z::
 
     log p(y) = z_y - m - log Z           d log p(y) / d z_v = 1[v = y] - p_v
     H        = log Z - Σ p_v (z_v - m)   d H / d z_v        = -p_v (log p_v + H)
 
-Tokens pass through one buffer of [chunk, V / tp] logits, in forward and again in backward: four matrix
-products instead of three, and no memory that grows with tokens × vocabulary. Logits are fp32 whatever the
-weight. Only the wanted rows are computed, and in backward only those with upstream gradient. On GPUs a rank's
-share of this is done by :mod:`~megatron_fspo.parallel.triton_head`, where :func:`triton_problem` has none.
+Chunks of tokens share one buffer of [chunk, V / tp] logits, in forward and again in backward. This costs four
+matrix products instead of three, but no memory that grows with tokens × vocabulary. Logits are fp32 for any
+weight dtype. Only requested rows are computed, and in backward only those with an upstream gradient; for
+their number the host waits for a GPU once. On GPUs, :mod:`~megatron_fspo.parallel.triton_head` computes a
+rank's share where :func:`triton_problem` returns None.
 
-On a GPU the host waits for the device once, in backward, to learn which rows those are.
-
-Collectives over the tensor-parallel group, whatever the number of chunks, and none in a group of one:
+Collectives over the tensor-parallel group, for any number of chunks; none in a group of one:
 
 - forward: one all-gather of every rank's (max, Σ exp(z - max), Σ exp(z - max) (z - max), target) per row;
-- backward: one broadcast of the upstream gradients, two per row, and one all-reduce of d hidden, of the rows
-  used; under sequence parallel a reduce-scatter instead;
-- under sequence parallel one more in forward, the all-gather of hidden.
+  under sequence parallelism also an all-gather of hidden;
+- backward: one broadcast of the upstream gradients, two per row, and one all-reduce of d hidden of the rows
+  with gradient; under sequence parallelism a reduce-scatter instead.
 
-Saved for backward: hidden (gathered), weight, and of each row its index, label, m, Z, H and log p; by the
+Saved for backward: hidden (gathered), weight, and for each row its index, label, m, Z, H and log p; with the
 kernels also what they keep.
 """
 
@@ -39,10 +38,10 @@ from torch.autograd.function import once_differentiable
 from megatron_fspo.parallel.groups import of_first_rank
 
 CHUNK_TOKENS = {"cpu": 256, "cuda": 1024}
-# Logits of a chunk that are touched at a time; on a CPU they stay in the cache.
+# Logits processed at a time; on a CPU they fit into the cache.
 BLOCK_LOGITS = {"cpu": 1 << 18, "cuda": 1 << 24}
 _BLOCK_COLUMNS = {"cpu": 1 << 10, "cuda": 1 << 30}
-# Of the kernels: what forward leaves of the logits for backward, and a block of their gradient.
+# For the kernels: logits that forward keeps for backward, and a block of their gradient.
 KEEP_BYTES, GRADIENT_BYTES = 1 << 30, 1 << 29
 HeadKind = Literal["auto", "torch", "triton"]
 
@@ -60,45 +59,48 @@ def linear_log_probs(
     chunk_tokens: int | None = None,
     kind: HeadKind = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label, and the entropy of each distribution; both differentiable.
+    """Return the log-probability of each label and the entropy of each distribution, both differentiable.
 
-    Every rank of the group calls it with the same labels and rows, and has the same of the two results in its
-    loss. The results are bit for bit the same on every rank, and from call to call with the same rows. The
-    upstream gradients are those of the group's first rank, whatever the others bring: which rows are worked
-    on, and so the shapes of the collectives, is its decision alone.
+    Collective: every rank of the group must use the same labels and rows, and use the same of the two results
+    in its loss. Results are bit-identical on every rank, and between calls with the same rows. Backward uses
+    the upstream gradients of the group's first rank only, so that all ranks compute the same rows and their
+    collectives have the same shapes.
 
-    A weight that has ``main_grad`` follows Megatron's protocol: its gradient is added there,
+    A weight with ``main_grad`` follows Megatron's protocol: its gradient is added to ``main_grad``,
     ``grad_added_to_main_grad`` is set, and autograd gets zeros, so that hooks fire and the gradient of a tied
-    embedding stays what it is. Either way it is summed over chunks in fp32 or better, and rounded once.
+    embedding is not disturbed. It is summed over chunks in fp32 or better, and rounded once.
 
     Args:
-        hidden: [t, H]; under sequence parallel [t / tp, H], this rank's slice in rank order.
+        hidden: [t, H]; under sequence parallelism [t / tp, H], this rank's slice in rank order.
         weight: [V / tp, H], this rank's rows of the padded vocabulary, in rank order.
-        labels: [t], ids in [0, vocab_size) at the rows. Another one's log-prob is NaN: to raise an error, the
-            host would have to wait for the device.
-        rows: [n] int64, the tokens that are wanted, each once.
+        labels: [t], ids in [0, vocab_size) at the rows. Others get log-prob NaN, as an error would make the
+            host wait for the device.
+        rows: [n] int64, the tokens to compute, each once.
         group: the tensor-parallel group.
         vocab_size: size without padding; padded rows have probability 0.
         temperature: > 0; divides the logits.
         sequence_parallel: whether hidden is split over the group.
-        chunk_tokens: of torch: tokens whose logits exist at a time; default 256 on a CPU, 1024 on a GPU.
-        kind: chunks in torch, or kernels in Triton; auto: the kernels where they run.
+        chunk_tokens: tokens per chunk in torch; default 256 on a CPU, 1024 on a GPU.
+        kind: chunks in torch, or kernels in Triton; auto: the kernels where supported.
 
     Returns:
-        log-probs [t] and entropies [t] in nats, 0 but at the rows; fp32 (fp64 for fp64 hidden).
+        log-probs [t] and entropies [t] in nats, 0 outside the rows; fp32 (fp64 for fp64 hidden).
 
     Raises:
-        ValueError: sizes that do not fit, a temperature or chunk not positive.
+        ValueError: sizes do not fit, or temperature or chunk_tokens is not positive.
     """
     tp, width = group.size(), weight.shape[0]
     tokens = hidden.shape[0] * (tp if sequence_parallel else 1)
     chunk_tokens = CHUNK_TOKENS[hidden.device.type] if chunk_tokens is None else chunk_tokens
     if tokens != labels.shape[0] or rows.dtype != torch.int64:
-        raise ValueError(f"{tokens} hidden states, {labels.shape[0]} labels, rows of {rows.dtype}")
+        raise ValueError(
+            f"{tokens} hidden states, {labels.shape[0]} labels, rows of {rows.dtype}: "
+            "needs as many labels as hidden states, and rows of int64"
+        )
     if vocab_size > tp * width:
-        raise ValueError(f"vocab_size {vocab_size}, but {tp} ranks with {width} rows of the weight each")
+        raise ValueError(f"vocab_size {vocab_size} exceeds {tp} ranks x {width} rows of the weight")
     if chunk_tokens < 1 or not temperature > 0:
-        raise ValueError(f"chunk_tokens {chunk_tokens}, temperature {temperature}: not positive")
+        raise ValueError(f"chunk_tokens {chunk_tokens}, temperature {temperature}: must be positive")
     head = _Head(
         group=group,
         tokens=tokens,
@@ -118,18 +120,18 @@ def linear_log_probs(
 
 
 def triton_problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernels do not run for hidden states of this dtype on this device; None if they do."""
+    """Return why the kernels do not support hidden states of this dtype on this device; None if they do."""
     if device.type != "cuda":
         return "there is no GPU"
     if dtype != torch.bfloat16:
         return f"model.dtype = {str(dtype).removeprefix('torch.')} is not bfloat16"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU's compute capability is below 8.0"
-    return None if importlib.util.find_spec("triton") else "there is no package triton"
+    return None if importlib.util.find_spec("triton") else "the package triton is not installed"
 
 
 def tried(device: torch.device) -> str | None:
-    """What is wrong with the kernels on this device, after a small problem; None if nothing is."""
+    """Try the kernels on a small problem on this device; return what is wrong, or None."""
     from megatron_fspo.parallel import triton_head
 
     made = torch.Generator(device).manual_seed(1)
@@ -149,17 +151,17 @@ def tried(device: torch.device) -> str | None:
         given = (states, weight, columns, stats, rows, *kept)
         triton_head.add_gradients(*sums, *given, temperature=1.0, block_bytes=1 << 20)
     except Exception as error:
-        return f"failed on this GPU ({type(error).__name__}: {str(error).splitlines()[0]})"
+        return f"the kernels fail on this GPU ({type(error).__name__}: {str(error).splitlines()[0]})"
     wanted = want[rows, columns], slope @ weight.float(), slope.t() @ states.float()
     for what, a, b in zip(("log-probs", "d hidden", "d weight"), (got, *sums), wanted, strict=True):
         if not (gap := float((a - b).norm() / b.norm())) < 1e-2:
-            return f"give {what} on this GPU that differ from torch's by {gap:.2g} of their norm"
+            return f"the kernels' {what} on this GPU have a relative error of {gap:.2g}"
     return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Head:
-    """The constants of a call. This rank has the ids from first to first + width (may be 0)."""
+    """Constants of a call. This rank has the token ids from first to first + width (which may be 0)."""
 
     group: dist.ProcessGroup
     tokens: int
@@ -172,12 +174,12 @@ class _Head:
     chunk_tokens: int
     kernels: bool
     keep_bytes: int
-    """0 where no backward pass can follow."""
+    """0 if no backward pass can follow."""
 
     def chunks(self, hidden: Tensor, weight: Tensor, rows: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Slice of the rows, their hidden states [c, H], their logits z [c, width], in one buffer."""
+        """Yield a slice of the rows, their hidden states [c, H] and logits z [c, width]; z is one buffer."""
         columns = _BLOCK_COLUMNS[hidden.device.type]
-        # Chunks of one size: products with a row or two left over are slower, and less exact on a CPU.
+        # Chunks of equal size: products of the last few rows would be slow, and less exact on a CPU.
         count = max(1, -(-len(rows) // self.chunk_tokens))
         size = max(1, -(-len(rows) // count))
         buffer = hidden.new_empty(min(size, len(rows)), self.width, dtype=self.dtype)
@@ -191,7 +193,7 @@ class _Head:
             yield chunk, states, logits
 
     def blocks(self, logits: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Slice of the rows of a chunk, their logits, and scratch of the same shape."""
+        """Yield a slice of a chunk's rows, their logits, and a scratch buffer of the same shape."""
         size = max(1, min(len(logits), BLOCK_LOGITS[logits.device.type] // self.width))
         scratch = torch.empty_like(logits[:size])
         for first in range(0, len(logits), size):
@@ -199,7 +201,7 @@ class _Head:
             yield block, logits[block], scratch[: len(logits) - first]
 
     def columns(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which labels are this rank's [c, 1], and their columns [c, 1] (of others, some column)."""
+        """Return which labels are on this rank [c, 1], and their columns [c, 1] (arbitrary for others)."""
         columns = (labels - self.first)[:, None]
         return (columns >= 0) & (columns < self.width), columns.clamp(0, self.width - 1)
 
@@ -230,7 +232,7 @@ class _LinearLogProbs(torch.autograd.Function):
             known = (labels >= 0) & (labels < head.vocab_size)
             entropy[rows], log_probs[rows] = stats[2], torch.where(known, stats[3], math.nan)
         ctx.save_for_backward(hidden, weight, rows, labels, stats)
-        # A saved tensor may come back as another object, without the attributes of the parameter.
+        # A saved tensor may be restored as another object, without the parameter's attributes.
         ctx.head, ctx.parameter, ctx.kept = head, weight, kept
         ctx.set_materialize_grads(False)
         return log_probs, entropy
@@ -239,7 +241,7 @@ class _LinearLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, rows, labels, stats = ctx.saved_tensors
-        with_entropy = gradients[1] is not None  # of the log-probs, and of the entropies
+        with_entropy = gradients[1] is not None  # gradients of log-probs and entropies
         nothing = stats.new_zeros(len(rows))
         upstream = torch.stack([nothing if g is None else g[rows] for g in gradients])
         if len(rows):
@@ -259,7 +261,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 temperature=head.temperature,
                 block_bytes=GRADIENT_BYTES,
             )
-            ctx.kept = []  # its memory is wanted now; a second backward would go by chunks
+            ctx.kept = []  # free its memory; a second backward would compute by chunks
         else:
             _add_gradients(partial, total, hidden, weight, rows, labels, stats, with_entropy, head)
         grad_hidden = None if partial is None else _hidden_gradient(partial, rows, hidden.dtype, head)
@@ -270,7 +272,7 @@ class _LinearLogProbs(torch.autograd.Function):
 def _statistics(hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, head: _Head) -> Tensor:
     """[4, n] over this rank's columns: max, Σ exp(z - max), Σ exp(z - max) (z - max), target (or 0)."""
     table = hidden.new_zeros(4, len(rows), dtype=head.dtype)
-    # The max of no column at all. After -inf, _merge would meet 0 · inf.
+    # The max without columns; -inf would lead to 0 · inf in _merge.
     table[0] = torch.finfo(table.dtype).min
     for chunk, _, logits in head.chunks(hidden, _operand(weight, hidden, head), rows):
         top, exps, weighted, target = table[:, chunk]
@@ -286,7 +288,7 @@ def _statistics(hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, he
 
 
 def _merge(table: Tensor) -> Tensor:
-    """The statistics of several parts of the vocabulary [parts, 4, n] as those of one [4, n]."""
+    """Merge the statistics of several parts of the vocabulary, [parts, 4, n] → [4, n]."""
     top, exps, weighted, target = table.unbind(1)
     best = top.amax(0)
     shift = top - best
@@ -306,13 +308,13 @@ def _add_gradients(
     with_entropy: bool,
     head: _Head,
 ) -> None:
-    """Add this rank's share of the gradient of the rows' hidden states [u, H], and that of the weight."""
+    """Add this rank's share of the gradients of the rows' hidden states [u, H] and of the weight."""
     weight = _operand(weight, hidden, head)
     for chunk, states, logits in head.chunks(hidden, weight, rows):
         column = _to_gradient(logits, labels[chunk], stats[:, chunk], with_entropy, head)
         scale = (1.0 if with_entropy else stats[4, chunk, None]) / (stats[1, chunk, None] * head.temperature)
         if partial is not None:
-            # The label's is by far the largest term: added last, it is rounded once.
+            # The label's term is by far the largest; add it last, to round it once.
             largest = logits.gather(1, column)
             _product(partial[chunk], logits.scatter_(1, column, 0.0).to(weight.dtype), weight[: head.width])
             partial[chunk].addcmul_(largest, weight[column[:, 0]]).mul_(-scale)
@@ -323,10 +325,8 @@ def _add_gradients(
 
 
 def _to_gradient(logits: Tensor, labels: Tensor, stats: Tensor, with_entropy: bool, head: _Head) -> Tensor:
-    """Turn logits [c, width] in place into -Z d loss / d z; returns the labels' columns [c, 1].
-
-    Z is left to the small sides of the products, and without entropy the upstream gradient is, too.
-    """
+    """Turn logits [c, width] in place into -Z d loss / d z; return the labels' columns [c, 1]. The caller
+    applies 1/Z, and without entropy the upstream gradient, to smaller tensors."""
     top, total, entropy, _, grad_log_p, grad_entropy = stats[..., None]
     mine, column = head.columns(labels)
     label = torch.where(mine, total, 0.0)
@@ -343,14 +343,14 @@ def _to_gradient(logits: Tensor, labels: Tensor, stats: Tensor, with_entropy: bo
 
 
 def _accumulator(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum of the chunks' weight gradients to be: main_grad itself if that has the dtype."""
+    """Return the buffer for the sum of the chunks' weight gradients: main_grad if it has this dtype."""
     main_grad: Any = getattr(weight, "main_grad", None)
     straight = main_grad is not None and main_grad.dtype == dtype
     return main_grad if straight else torch.zeros_like(weight, dtype=dtype)
 
 
 def _deliver(weight: Tensor, total: Tensor) -> Tensor:
-    """Return the gradient that autograd gets for the weight."""
+    """Return the weight gradient for autograd: zeros if ``main_grad`` has it."""
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     if main_grad is None:
         return total.to(weight.dtype)
@@ -361,7 +361,7 @@ def _deliver(weight: Tensor, total: Tensor) -> Tensor:
 
 
 def _hidden_gradient(partial: Tensor, rows: Tensor, dtype: torch.dtype, head: _Head) -> Tensor:
-    """Gradient of hidden, shaped as it came in, from this rank's share [n, H] of that of the rows."""
+    """Return the gradient of hidden from this rank's share [n, H] for the rows. Collective."""
     shape, tp = (head.tokens, partial.shape[1]), head.group.size()
     if head.sequence_parallel:
         mine = partial.new_zeros(shape[0] // tp, shape[1])
@@ -375,7 +375,7 @@ def _hidden_gradient(partial: Tensor, rows: Tensor, dtype: torch.dtype, head: _H
 
 
 def _gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The tensors of all ranks, one after the other along the first dimension."""
+    """Concatenate the tensors of all ranks along the first dimension. Collective."""
     if group.size() == 1:
         return tensor
     gathered = tensor.new_empty(group.size() * tensor.shape[0], *tensor.shape[1:])
@@ -384,17 +384,17 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _collective(name: str, until_2_12: str) -> Any:
-    """One that torch 2.13 renamed; it warns of the old name."""
+    """Return a collective that torch 2.13 renamed; the old name raises warnings there."""
     return getattr(dist, name if hasattr(dist, name) else until_2_12)
 
 
 def _operand(weight: Tensor, hidden: Tensor, head: _Head) -> Tensor:
-    """The weight as the products take it: only CUDA multiplies bf16 into fp32."""
+    """Return the weight in the dtype for products: only CUDA multiplies bf16 with fp32 results."""
     keep = weight.is_cuda and weight.dtype == hidden.dtype == torch.bfloat16
     return weight if keep else weight.to(head.dtype)
 
 
 def _product(out: Tensor, left: Tensor, right: Tensor, *, scale: float = 1.0, add: bool = False) -> None:
-    """out = scale · left @ right, or out += that; the sums inside have the dtype of out."""
+    """out = scale · left @ right, or out += that with ``add``; accumulates in the dtype of out."""
     kind: dict[str, Any] = {} if left.dtype == out.dtype else {"out_dtype": out.dtype}
     torch.addmm(out, left, right, beta=int(add), alpha=scale, out=out, **kind)

@@ -1,23 +1,23 @@
-"""The kernels of the log-prob head on a GPU: logits are made, used and forgotten tile by tile.
+"""The log-prob head on a GPU, by Triton kernels that compute logits tile by tile.
 
-Beside the chunked products of :mod:`~megatron_fspo.parallel.head`, which has the formulas, the collectives
-and the autograd function; here is what one rank does with its columns of the vocabulary. Products, with n
-rows, V columns and H hidden (each 2·n·V·H FLOP):
+This is the alternative to the chunked products of :mod:`~megatron_fspo.parallel.head`, which has the
+formulas, the collectives and the autograd function. It computes one rank's share, its columns of the
+vocabulary. Matrix products, with n rows, V columns and hidden size H (each 2·n·V·H FLOP):
 
-1. forward: z, in tiles that end as four statistics per row and split of the vocabulary. exp(z - top of the
-   tile) of the first columns is kept in bf16, up to ``keep_bytes``;
-2. backward: z again, of the columns that were not kept;
-3. and 4., of cuBLAS: d hidden and d weight, from blocks of columns of d loss / d z in bf16, ``block_bytes``.
+1. forward: z, in tiles reduced to four statistics per row and split of the vocabulary. exp(z - running max)
+   of the first columns is kept in bf16, up to ``keep_bytes``;
+2. backward: z again, for the columns that were not kept;
+3. and 4., by cuBLAS: d hidden and d weight, from blocks of columns of d loss / d z in bf16, ``block_bytes``.
 
-So there are three products where n·V·2 bytes fit into ``keep_bytes``, as in a head that holds its logits, and
-four at most. The gradient of the weight cannot be made in forward: its sum over rows needs each row's
-upstream gradient, which is known when the whole sequence is. Beyond what is kept, memory is 16 bytes per row
-and split in forward; in backward the block, the rows' hidden states and their gradient in fp32.
+If n·V·2 bytes fit into ``keep_bytes``, these are three products, as in a head that stores its logits; else
+up to four. The weight gradient cannot be computed in forward: it needs each row's upstream gradient, which
+depends on the whole sequence. Further memory: in forward 16 bytes per row and split; in backward the block,
+the rows' hidden states and their gradient in fp32.
 
-Sums are fp32, operands bf16; d loss / d z is rounded to bf16 for its products. A label's own, 1 - p, comes
-from its log-prob, not from what was kept. No atomics: the same bits from call to call.
+Sums are fp32, operands bf16; d loss / d z is rounded to bf16 for its products. The label's 1 - p is computed
+from its log-prob, not from kept values. No atomics, so results are bit-identical between calls.
 
-On a CPU, under ``TRITON_INTERPRET=1``, the kernels run for tests, on fp32 too.
+For tests the kernels also run on a CPU, with ``TRITON_INTERPRET=1``, in bf16 or fp32.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_fspo.parallel.triton_kernels import backward_kernel, forward_kernel
 
-_PROGRAMS = 1024  # fewest that are worth longer splits
-_MOST_TILES = 16  # of a split
+_PROGRAMS = 1024  # longer splits of the vocabulary must leave at least this many programs
+_MOST_TILES = 16  # per split
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Tiles of z, [rows, columns] in steps of ``depth`` along H, and how they are made."""
+    """Launch configuration: tiles of z are [rows, columns], computed in steps of ``depth`` along H."""
 
     rows: int
     columns: int
@@ -46,17 +46,17 @@ class Config:
     warps: int
     stages: int
     descriptors: bool
-    """Tiles of the operands come by the tensor memory accelerator."""
+    """Load tiles of the operands by tensor descriptors, with the tensor memory accelerator."""
     group: int = 16
-    """Row tiles that are at work side by side, so that their hidden states stay in L2."""
+    """Row tiles processed together, so that their hidden states stay in L2."""
 
 
 AMPERE = Config(rows=128, columns=128, depth=32, warps=8, stages=4, descriptors=False)
 HOPPER = Config(rows=128, columns=256, depth=64, warps=8, stages=4, descriptors=True)
-# Larger tiles spill there: what is multiplied lies in tensor memory, what is kept in registers.
+# Larger tiles spill registers, as accumulators are in tensor memory but the statistics in registers.
 BLACKWELL = Config(rows=128, columns=128, depth=64, warps=8, stages=4, descriptors=True)
 CONFIGS = {8: AMPERE, 9: HOPPER, 10: BLACKWELL, 12: AMPERE}
-"""By the major number of the compute capability; 12 has about the shared memory of 8.6."""
+"""Major compute capability → configuration; 12 has about as much shared memory as 8.6."""
 INTERPRETED = Config(rows=16, columns=16, depth=16, warps=1, stages=1, descriptors=True, group=2)
 
 
@@ -64,18 +64,18 @@ INTERPRETED = Config(rows=16, columns=16, depth=16, warps=1, stages=1, descripto
 def statistics(
     states: Tensor, weight: Tensor, columns: Tensor, temperature: float, keep_bytes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Statistics of rows over this rank's columns, by splits of the vocabulary.
+    """Compute statistics of rows over this rank's columns, per split of the vocabulary.
 
     Args:
         states: [n, H], n > 0.
         weight: [V, H], V > 0, without padding.
-        columns: [n] which column is the label's; out of [0, V) it is another rank's.
+        columns: [n] the label's column; outside [0, V) it is on another rank.
         temperature: divides the logits.
-        keep_bytes: what may be left for backward.
+        keep_bytes: memory that may be kept for backward.
 
     Returns:
         [splits, 4, n] max, Σ exp(z - max), Σ exp(z - max) (z - max), target (or 0), in fp32; exp(z - top) of
-        the first K columns [n, K]; and their tops [K / columns of a tile, n].
+        the first K columns [n, K]; and their tops (running max per row) [K / columns of a tile, n].
     """
     config = _config_of(states, weight)
     table, kept, tops = _outputs(states, weight, columns, temperature, keep_bytes)
@@ -126,20 +126,20 @@ def add_gradients(
     temperature: float,
     block_bytes: int,
 ) -> None:
-    """Add this rank's share of the gradient of the states, and that of the weight.
+    """Add this rank's share of the gradients of states and weight.
 
     Args:
-        grad_states: [u, H] fp32, or None where nobody wants it.
-        grad_weight: [at least V, H] fp32, or None.
-        states: [u, H], u > 0, those rows that have an upstream gradient.
-        weight: as in forward.
-        columns: [u].
-        stats: [6, u] m, Z, H and log p over the whole vocabulary, upstream gradients of log p and H; fp32.
-        used: [u] the place of each row among the n of forward.
-        kept: of forward.
-        tops: of forward.
-        temperature: as in forward.
-        block_bytes: of a block of d loss / d logit; at least one tile of columns.
+        grad_states: [u, H] fp32, or None if not needed.
+        grad_weight: [at least V, H] fp32, or None if not needed.
+        states: [u, H], u > 0, the rows with an upstream gradient.
+        weight: as in :func:`statistics`.
+        columns: [u], as in :func:`statistics`.
+        stats: [6, u] fp32: m, Z, H and log p over the whole vocabulary, upstream gradients of log p and H.
+        used: [u] index of each row among the n rows of :func:`statistics`.
+        kept: result of :func:`statistics`.
+        tops: result of :func:`statistics`.
+        temperature: as in :func:`statistics`.
+        block_bytes: size of a block of d loss / d logit; it has at least one tile of columns.
     """
     config, width = _config_of(states, weight), len(weight)
     tiles = block_bytes // (len(states) * config.columns * states.element_size())
@@ -159,8 +159,8 @@ def add_gradients(
 
 
 def _factors(stats: Tensor, temperature: float) -> Tensor:
-    """[5, u]: m; log Z; a and b, with which d loss / d logit before the temperature is p · (a + b · log p);
-    and that of the label's logit."""
+    """[5, u]: m; log Z; a and b of d loss / d(logit before temperature) = p · (a + b · log p); the same
+    derivative for the label's logit."""
     top, total, entropy, log_p, grad_log_p, grad_entropy = stats
     scaled, scaled_entropy = grad_log_p / temperature, grad_entropy / temperature
     own = -scaled * torch.expm1(log_p) - scaled_entropy * log_p.exp() * (log_p + entropy)
@@ -181,7 +181,7 @@ def _logits_gradient(
     kept: Tensor,
     tops: Tensor,
 ) -> None:
-    """d loss / d logit of the columns from start to the end of the weight, into the block."""
+    """Write d loss / d logit of the columns from ``start`` to the end of ``weight`` into ``block``."""
     (u, size), width, from_kept = block.shape, len(weight), start < kept.shape[1]
     config = _config_of(states, weight, from_kept=from_kept)
     tiles = triton.cdiv(min(size, width - start), config.columns)
@@ -211,29 +211,29 @@ def _(*_: Any) -> None:
 
 
 def _config_of(states: Tensor, weight: Tensor, *, from_kept: bool = False) -> Config:
-    """The tiles for these operands on their device."""
+    """Return the configuration for these operands on their device."""
     config = INTERPRETED
     if states.is_cuda:
         config = CONFIGS[torch.cuda.get_device_capability(states.device)[0]]
     places = (states.shape[1], weight.storage_offset())
     if config.descriptors and any(place * weight.element_size() % 16 for place in places):
-        config = AMPERE  # what descriptors describe is aligned to 16 bytes
+        config = AMPERE  # descriptors need an alignment of 16 bytes
     return flat(config) if from_kept else config
 
 
 def flat(config: Config) -> Config:
-    """The tiles where nothing is multiplied."""
+    """Return the configuration for the kernel without a product."""
     return replace(config, rows=16)
 
 
 def _tiles_of_a_split(n: int, width: int, config: Config) -> int:
-    """Column tiles that one program goes through: more of them, where that leaves enough programs."""
+    """Column tiles per program: more than one only if enough programs remain."""
     programs: int = triton.cdiv(n, config.rows) * triton.cdiv(width, config.columns)
     return min(max(1, programs // _PROGRAMS), _MOST_TILES)
 
 
 def _operands(states: Tensor, weight: Tensor, config: Config) -> tuple[Any, Any]:
-    """The two as the kernels take them."""
+    """Return both as arguments of the kernels: tensors or descriptors."""
     if not config.descriptors:
         return states, weight
     return (
@@ -243,8 +243,8 @@ def _operands(states: Tensor, weight: Tensor, config: Config) -> tuple[Any, Any]
 
 
 def constants(config: Config, hidden: int, *, widen: bool = False) -> dict[str, Any]:
-    """What the kernels are compiled for: the tiles, and H. ``widen`` bf16 to fp32 before it is multiplied:
-    interpreted, ``tl.dot`` would take its bits for integers."""
+    """Compile-time constants of the kernels. ``widen`` converts bf16 to fp32 before products: in the
+    interpreter, ``tl.dot`` would read bf16 bits as integers."""
     return {
         "hidden_size": hidden,
         "block_m": config.rows,
@@ -259,8 +259,8 @@ def constants(config: Config, hidden: int, *, widen: bool = False) -> dict[str, 
 
 
 def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """out += left @ right, with sums in fp32."""
+    """out += left @ right, accumulated in fp32."""
     if out.is_cuda:
         torch.addmm(out, left, right, out=out, out_dtype=out.dtype)
-    else:  # only CUDA multiplies bf16 into fp32
+    else:  # only CUDA multiplies bf16 with fp32 results
         out.addmm_(left.to(out.dtype), right.to(out.dtype))

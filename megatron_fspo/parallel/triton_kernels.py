@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The two kernels of :mod:`~megatron_fspo.parallel.triton_head`: tiles of logits, and what becomes of them.
+"""The two kernels of :mod:`~megatron_fspo.parallel.triton_head`, which documents their arguments.
 
-h [n, H] and w [V, H] are contiguous tensors or descriptors of them; the callers say what the others are.
+h [n, H] and w [V, H] are contiguous tensors, or descriptors of them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# These differ from micro-batch to micro-batch: nothing is compiled for their values.
+# These differ between micro-batches, so do not compile for their values.
 _ANY = ["n", "tiles", "kept_rows"]
 
 
@@ -34,9 +34,9 @@ def forward_kernel(
     descriptors: tl.constexpr,
     widen: tl.constexpr,
 ):
-    """Statistics of a row tile over one split of the vocabulary.
+    """Compute the statistics of a row tile over one split of the vocabulary.
 
-    One binary whether anything is kept or not: a pass without gradients gives the same bits.
+    The binary is the same whether values are kept or not, so that a pass without gradients is bit-identical.
     """
     i, split = _place(tl.cdiv(n, block_m), tl.cdiv(width, block_n * tiles), group_m)
     row = i * block_m
@@ -100,7 +100,7 @@ def backward_kernel(
     descriptors: tl.constexpr,
     widen: tl.constexpr,
 ):
-    """One tile of d loss / d logit, from what forward kept or from the operands."""
+    """Compute one tile of d loss / d logit, from the kept values of forward or from the operands."""
     i, j = _place(tl.cdiv(n, block_m), tl.cdiv(tl.minimum(size, width - start), block_n), group_m)
     row = i * block_m
     rows = row + tl.arange(0, block_m)
@@ -136,7 +136,7 @@ def backward_kernel(
 
 @triton.jit
 def _place(row_tiles, others, group_m: tl.constexpr):
-    """Row tile, and the other coordinate: group_m row tiles pass through all others side by side."""
+    """Return this program's row tile and other coordinate, ordered by groups of group_m row tiles."""
     program = tl.program_id(0)
     first = program // (group_m * others) * group_m
     size = tl.minimum(row_tiles - first, group_m)
@@ -159,7 +159,7 @@ def _logits(
     descriptors: tl.constexpr,
     widen: tl.constexpr,
 ):
-    """A tile of h · wᵀ; 0 outside."""
+    """Compute a tile of h · wᵀ; 0 outside."""
     z = tl.zeros([block_m, block_n], tl.float32)
     if descriptors:
         for k in range(0, hidden_size, block_k):

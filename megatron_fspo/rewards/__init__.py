@@ -1,4 +1,4 @@
-"""Verifiers: one number per completion. Importing this package registers the built-in ones, and is light."""
+"""Rewards: one number per completion. Importing this package is cheap and registers the built-in ones."""
 
 from megatron_fspo.rewards import make_sum
 from megatron_fspo.rewards.grade import Failure, Grade

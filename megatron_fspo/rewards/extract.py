@@ -1,7 +1,6 @@
-"""Finds the answer in a response.
+"""Extracts the answer from a response.
 
-The text is a model's: any length, any nesting. What is looked at is bounded: the last few marks, and an
-answer of at most ``LONGEST`` characters behind each.
+Responses may be hostile: only the last few marks are tried, with answers of at most ``LONGEST`` characters.
 """
 
 from __future__ import annotations
@@ -10,28 +9,28 @@ import re
 from collections.abc import Callable, Iterator
 
 LONGEST = 20_000
-"""Characters of an answer; what is longer is none."""
-_MARKS = 16  # so many are tried, from the last one back
+"""Maximum characters of an answer; longer ones count as no answer."""
+_MARKS = 16  # marks to try, from the last one back
 
-_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)  # among them escaped characters, which are text
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)  # escaped characters match as a whole, as they are text
 _OPEN = re.compile(r"\s*\{")
 _COLON = re.compile(r"nswer[*_\s]{0,8}[:：][*_]*\s*", re.IGNORECASE)
 _NUMBER = re.compile(
-    r"(?:(?<![\w.)\]])(?<![\d)\]]\s)[-+−])?"  # a sign, and no operator between two numbers
+    r"(?:(?<![\w.)\]])(?<![\d)\]]\s)[-+−])?"  # a sign, not an operator between two numbers
     r"(?<![\w.])(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d+)?(?:/\d+)?",
     re.ASCII,
 )
 
 
 def extract(response: str, rule: str) -> str | None:
-    """Return the answer in ``response`` as it stands, without white space at its ends; None where none is.
+    """Return the answer in ``response``, stripped of white space but not normalised; None if there is none.
     ``rule`` is a value of ``reward.extract``."""
     answer = _RULES[rule](response)
     return answer.strip() or None if answer is not None else None
 
 
 def boxed(response: str) -> str | None:
-    r"""Return what the last ``\boxed{}`` holds whose braces close; of nested ones, the innermost."""
+    r"""Return the content of the last ``\boxed{}`` whose braces close; if nested, of the innermost one."""
     for start in _from_the_end(response, "\\boxed"):
         opening = _OPEN.match(response, start + len("\\boxed"))
         if opening is None:
@@ -43,7 +42,7 @@ def boxed(response: str) -> str | None:
 
 
 def end_of_braces(text: str, first: int) -> int | None:
-    """Return where the brace before ``first`` is closed; None where it is not, or far away."""
+    """Return where the brace before ``first`` closes; None if not within ``LONGEST`` characters."""
     depth = 1
     for brace in _BRACES.finditer(text, first, first + LONGEST + 1):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
@@ -53,7 +52,7 @@ def end_of_braces(text: str, first: int) -> int | None:
 
 
 def answer_line(response: str) -> str | None:
-    """Return the rest of the line behind the last ``Answer:``, or the next line where that is empty."""
+    """Return the rest of the line after the last ``Answer:``; if that is empty, the next line with text."""
     lower, upper = _from_the_end(response, "nswer"), _from_the_end(response, "NSWER")
     for start in sorted([*lower, *upper], reverse=True):
         colon = _COLON.match(response, start)
@@ -66,7 +65,7 @@ def answer_line(response: str) -> str | None:
 
 
 def hashes(response: str) -> str | None:
-    """Return the rest of the line behind the last ``####``."""
+    """Return the rest of the line after the last ``####``."""
     start = response.rfind("####")
     if start < 0:
         return None
@@ -75,18 +74,18 @@ def hashes(response: str) -> str | None:
 
 
 def last_number(response: str) -> str | None:
-    """Return the last decimal number: with a sign, commas, a point, an exponent or a denominator."""
+    """Return the last decimal number, with sign, commas, point, exponent or denominator if any."""
     for window in (256, LONGEST):
         tail = response[-window:]
         numbers = list(_NUMBER.finditer(tail))
-        # One at the very start may have begun before.
+        # A number at the start of the window may have begun before it.
         if numbers and (numbers[-1].start() > 0 or len(tail) == len(response)):
             return numbers[-1][0]
     return None
 
 
 def auto(response: str) -> str | None:
-    """Return the last box, else the last answer line, else what follows the last hashes."""
+    """Return the content of the last box, else the last answer line, else the text after the last hashes."""
     return _first(response, boxed, answer_line, hashes)
 
 
@@ -101,17 +100,16 @@ _RULES: dict[str, Callable[[str], str | None]] = {
 
 
 def reference(answer: str) -> str:
-    """Return the answer of a data set: what its box holds or follows its hashes (GSM8K), else all of it."""
+    """Return the reference in an answer field of a data set: in a box, after hashes (GSM8K), or all of it."""
     return (_first(answer, boxed, hashes) or answer).strip()
 
 
 def _first(text: str, *rules: Callable[[str], str | None]) -> str | None:
-    """Return the answer of the first rule that has one."""
     return next((answer for rule in rules if (answer := rule(text)) and answer.strip()), None)
 
 
 def _from_the_end(text: str, mark: str) -> Iterator[int]:
-    """Yield where ``mark`` stands, from the end, a few times at most."""
+    """Yield positions of ``mark`` from the end of the text, at most ``_MARKS`` of them."""
     end = len(text)
     for _ in range(_MARKS):
         end = text.rfind(mark, 0, end)
@@ -121,7 +119,6 @@ def _from_the_end(text: str, mark: str) -> Iterator[int]:
 
 
 def _without_marks(line: str) -> str:
-    """Return a line without the Markdown around it."""
     line = line.strip()
     for mark in ("**", "__", "*", "`"):
         while line.endswith(mark):

@@ -1,7 +1,7 @@
-"""Rewards that are functions, in this process: plain ones in threads, ``async`` ones on an event loop.
+"""Rewards that are functions in this process: plain ones run in threads, ``async`` ones on an event loop.
 
-Grading does not hold up whoever asks for it, so it goes on while responses are sampled, and a function that
-waits (for a network, a file, a judge) is called for many responses at a time.
+Grading does not block its caller, so it overlaps with sampling. Functions that wait (for a network, a file, a
+judge) are called for many responses at a time.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ from megatron_fspo.rewards.pool import Threads
 from megatron_fspo.rewards.registry import AnyReward
 
 if TYPE_CHECKING:
-    from megatron_fspo.config import Reward  # at run time it would bring torch to the worker processes
+    from megatron_fspo.config import Reward  # not at run time: it would import torch in workers
 
 
 class Function(Verifier):
-    """A reward that is a function. What it raises is the error of the future.
-
-    ``extract`` says where the answer stands that majority votes count, a value of ``reward.extract``; a plain
-    function runs in ``threads``, or in place if that is None, an ``async`` one on ``loop``.
-    """
+    """A reward that is a function; its exceptions are set on the future. ``extract`` is the rule for the
+    answer that majority votes count (``reward.extract``). A plain function runs in ``threads``, or in the
+    calling thread if that is None; an ``async`` one on ``loop``."""
 
     def __init__(self, reward: AnyReward, *, extract: str, threads: Threads | None, loop: Loop) -> None:
         self._reward = reward
@@ -56,14 +54,13 @@ class Function(Verifier):
         try:
             value = call()
             return self._grade_of(await value if inspect.isawaitable(value) else value, request)
-        except (SystemExit, asyncio.CancelledError) as error:  # it would end the loop, or look like its end
+        except (SystemExit, asyncio.CancelledError) as error:  # either would look like the end of the loop
             task = asyncio.current_task()
-            if task is not None and task.cancelling():  # not the reward's doing: we are closing
+            if task is not None and task.cancelling():  # we are closing; the reward did not raise it
                 raise
             return request.raised(error)
 
     def _grade_of(self, value: object, request: GradeRequest) -> GradeOrFailure:
-        """Return the grade in what a reward returned, with the answer as votes count it."""
         score = request.number(value)
         if isinstance(score, Failure):
             return score
@@ -72,7 +69,7 @@ class Function(Verifier):
 
 
 class Format(Verifier):
-    """The reward ``format``: 1 if there is an answer where ``reward.extract`` looks for it, else 0."""
+    """The reward ``format``: 1 if ``reward.extract`` yields an answer, else 0."""
 
     def __init__(self, config: Reward, loop: Loop) -> None:
         self._extract = config.extract

@@ -1,6 +1,6 @@
-"""The grade of a response, and what stands in its place where a reward gave none.
+"""The grade of a response, or the failure of a reward to give one.
 
-A reward is a user's code: what it does wrong becomes a :class:`Failure` that says for which response.
+Rewards are user code: their errors become a :class:`Failure`, which names the response.
 """
 
 from __future__ import annotations
@@ -19,36 +19,31 @@ from typing import Any, SupportsFloat
 from megatron_fspo.types import Completion, Prompt
 
 LARGEST = 1e6
-"""Largest size of a reward: sums and squares of as many as there are stay exact enough in fp32."""
+"""Largest absolute reward: sums and squares over a rollout stay accurate enough in fp32."""
 
 
 class Interrupted(BaseException):
-    """Raised within a call of a reward that took too long."""
+    """Raised inside a reward call that took too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grade:
-    """A response's grade: by one reward, or by all of a run.
-
-    Example::
-
-        Grade(reward=1.05, score=1.0, answer="1/2", parts={"format": 1.0}, tier=1)
-    """
+    """Grade of a response, by one reward or by all rewards of a run."""
 
     score: float
-    """The (first) reward's number alone: what accuracy is made of."""
+    """Number from the (first) reward alone; the basis of accuracy."""
     answer: str | None = None
-    """The answer in the form that equal ones share, for majority votes; None where there is none."""
+    """Answer in canonical form, for majority votes; None if there is none."""
     parsed: bool = True
-    """There was an answer where it should be, and it could be read."""
+    """True if the response has an answer that could be parsed."""
     timed_out: bool = False
-    """A number in it is 0 because a worker was killed: over its time, its CPU time or its memory."""
+    """True if a score is 0 because a worker exceeded its limit on time, CPU time, memory or recursion."""
     tier: int = 0
-    """For ``math``: 1 without algebra, 2 with it."""
+    """For ``math``: 1 if graded without algebra, 2 with it."""
     reward: float = math.nan
-    """Learned from: the weighted sum of all rewards, less the penalty on length. NaN by one reward."""
+    """Weighted sum of all rewards minus the length penalty, for training. NaN in the grade of one reward."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """The further rewards' scores, without their weights; ``overlong``, if there is a penalty on length."""
+    """Unweighted scores of the further rewards; ``overlong`` if there is a length penalty."""
 
 
 @dataclass(frozen=True)
@@ -60,21 +55,21 @@ class GradeRequest:
     response: str
 
     def failure(self, problem: str, error: BaseException | None = None) -> Failure:
-        """Return that the reward gave no grade, with the traceback of ``error``."""
+        """Return a failure of this request, with the traceback of ``error``."""
         lines = "".join(traceback.format_exception(error)).splitlines() if error is not None else []
         return Failure(self.prompt, self.completion, self.response, problem=problem, traceback=tuple(lines))
 
     def raised(self, error: BaseException) -> Failure:
-        """Return that the reward gave no grade, as it raised, or took too long."""
+        """Return the failure for an exception of the reward, or for its interruption."""
         if isinstance(error, Interrupted):
             return replace(self.failure(f"was interrupted{_line_of(error)}", error), interrupted=True)
         described = one_line(f"{type(error).__name__}: {error}").removesuffix(":")
         return self.failure(f"raised {described}{_line_of(error)}", error)
 
     def number(self, value: object) -> float | Failure:
-        """Return the number that a reward returned (or a bool, or an array or tensor of one number)."""
+        """Convert a reward's return value (number, bool, array or tensor of one number) to a float."""
         number = math.nan
-        if isinstance(value, SupportsFloat):  # text is none: ``float`` would read it
+        if isinstance(value, SupportsFloat):  # not text, which ``float`` would parse
             with suppress(Exception):
                 number = float(value)
         if not abs(number) <= LARGEST:
@@ -87,17 +82,17 @@ class GradeRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure(GradeRequest):
-    """A response for which the reward gave no number that can be learned from."""
+    """A response for which the reward gave no usable number."""
 
     problem: str
     """One line: the exception with its file and line, or the value that the reward returned."""
     traceback: tuple[str, ...] = ()
-    """Its lines; empty where the reward returned."""
+    """Lines of the traceback; empty if the reward returned."""
     interrupted: bool = False
-    """It took too long, and was ended."""
+    """The call took too long and was interrupted."""
 
     def evidence(self) -> dict[str, Any]:
-        """Return all of it as JSON types, with the names of ``samples.jsonl``."""
+        """Return the failure as JSON types, with the field names of ``samples.jsonl``."""
         return {
             "problem": self.problem,
             "traceback": list(self.traceback),
@@ -120,28 +115,28 @@ class Verifier(ABC):
 
     @abstractmethod
     def grade(self, request: GradeRequest) -> GradeOrFailure | Future[GradeOrFailure]:
-        """Return the grade, or the one to come. Does not wait for it; any thread may ask."""
+        """Return the grade or a future of it. Does not block; thread-safe."""
 
-    def close(self) -> None:  # noqa: B027  most have started nothing
-        """End what it started."""
+    def close(self) -> None:  # noqa: B027  most have nothing to close
+        """Release resources."""
 
 
 def outcome(one: GradeOrFailure | Future[GradeOrFailure], request: GradeRequest) -> GradeOrFailure:
-    """Return what a verifier's answer holds; what it raised is a failure."""
+    """Return the grade of a verifier's answer; its exception becomes a failure."""
     try:
         return one.result() if isinstance(one, Future) else one
-    except (Exception, SystemExit, CancelledError, Interrupted) as error:  # else nobody ever hears of it
+    except (Exception, SystemExit, CancelledError, Interrupted) as error:  # would be lost otherwise
         return request.raised(error)
 
 
 def one_line(text: str, limit: int = 300) -> str:
-    """Return the text without line breaks, cut after ``limit`` characters."""
+    """Return the text with white space collapsed, cut after ``limit`` characters."""
     line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[:limit]}…"
 
 
 def _line_of(error: BaseException) -> str:
-    """Return file and line of the reward that raised, in brackets; none where our call of it did."""
+    """Return " (file:line)" of the reward's code that raised; "" if our call of it raised."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = frames and Path(frames[-1].filename).parent != Path(__file__).parent
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if theirs else ""

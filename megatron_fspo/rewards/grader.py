@@ -1,7 +1,7 @@
-"""The one way to a grade, for training, evaluation and ``data check``.
+"""Grades responses, for training, evaluation and ``data check``.
 
-A run has one reward that says what is right (``reward.name``), and may have others that are added with
-weights. All of them grade at the same time, while the caller goes on.
+A run has one reward that defines accuracy (``reward.name``), and may add others with weights. All of them
+grade concurrently, in the background.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from megatron_fspo.rewards.registry import VERIFIERS, get_reward
 from megatron_fspo.types import Completion, Prompt
 
 if TYPE_CHECKING:
-    from megatron_fspo.config import Reward  # at run time it would bring torch to the worker processes
+    from megatron_fspo.config import Reward  # not at run time: it would import torch in workers
 
 CALLS = 1024
-"""``reward.concurrency`` of functions, where the configuration says none."""
+"""Default of ``reward.concurrency`` for functions."""
 _METRICS: dict[str, Callable[[Grade], float]] = {
     "timeout_rate": lambda grade: grade.timed_out,
     "parse_fail_rate": lambda grade: not grade.parsed,
@@ -46,27 +46,27 @@ _METRICS: dict[str, Callable[[Grade], float]] = {
 
 
 class PendingGrade(Future[GradeOrFailure]):
-    """The grade of a response, to come."""
+    """Future of the grade of a response."""
 
     def __init__(self, request: GradeRequest) -> None:
         super().__init__()
         self.request = request
         self.by_reward: Mapping[str, GradeOrFailure | Future[GradeOrFailure]] = {}
-        """The first reward first."""
+        """Reward → its answer; ``reward.name`` is first."""
 
     def late(self) -> list[str]:
-        """Return the names of the rewards that have not answered."""
+        """Return the names of rewards that have not answered yet."""
         return [name for name, one in self.by_reward.items() if isinstance(one, Future) and not one.done()]
 
     def missing(self, problem: str) -> Failure:
-        """Return the failure of the first reward that has not answered."""
+        """Return a failure of the first reward that has not answered yet."""
         names = list(self.by_reward)
         name = (self.late() or names)[0]
         return self.request.failure(problem if name == names[0] else f"with {name!r}: {problem}")
 
 
 class Grader:
-    """Grades of responses, many at a time.
+    """Grades many responses concurrently.
 
     Example::
 
@@ -74,7 +74,7 @@ class Grader:
             pending = [grader.submit(prompt, completion, text) for prompt, completion, text in batch]
             grades = [one.result() for one in pending]
 
-    The penalty on length is full at ``max_response_tokens``. Raises ``InputError`` as :func:`check_reward`.
+    The length penalty reaches its maximum at ``max_response_tokens``. Raises as :func:`check_reward`.
     """
 
     def __init__(self, config: Reward, *, max_response_tokens: int) -> None:
@@ -95,13 +95,10 @@ class Grader:
             raise
 
     def submit(self, prompt: Prompt, completion: Completion, response: str) -> PendingGrade:
-        """Return the grade of a response, to come. Never waits for it, and any thread may ask.
+        """Return a future of the grade of a response. Does not block; thread-safe.
 
-        A reward that raises, or returns no number, gives a :class:`Failure`. One that hits its limit in a
-        worker counts as 0, and in ``reward/timeout_rate``.
-
-        Raises:
-            RuntimeError: the grader is closed.
+        If a reward raises or returns no number, the result is a :class:`Failure`. A reward that exceeds a
+        limit in a worker scores 0 and counts in ``reward/timeout_rate``. Raises ``RuntimeError`` if closed.
         """
         request = GradeRequest(prompt, completion, response)
         result = PendingGrade(request)
@@ -118,12 +115,12 @@ class Grader:
         return result
 
     def interrupt(self, seconds: float) -> None:
-        """End calls of plain functions that have run for longer; their grades are failures, and no other
-        call begins."""
+        """Interrupt calls of plain functions that have run for more than ``seconds``. Their grades are
+        failures. If there was one, no further call starts."""
         self._threads.interrupt(seconds)
 
     def close(self) -> None:
-        """Cancel what is not graded, and end all that grades. A second call does nothing."""
+        """Cancel pending grades and release threads and workers. Idempotent."""
         with self._lock:
             if self.closed.is_set():
                 return
@@ -152,13 +149,13 @@ class Grader:
         ours = ":" not in name and reward.__module__.startswith("megatron_fspo.")
         return Function(
             reward,
-            extract="whole" if ours else self._config.extract,  # which is what ours read
+            extract="whole" if ours else self._config.extract,  # ours read the whole response
             threads=None if ours else self._threads,
             loop=self._loop,
         )
 
     def _settle(self, result: PendingGrade, _: object = None) -> None:
-        """Make the grade once all rewards have answered."""
+        """Set the grade once all rewards have answered."""
         if result.late():
             return
         request = result.request
@@ -188,7 +185,7 @@ class Grader:
             )
             reward += parts["overlong"]
         if not abs(reward) <= LARGEST:
-            return request.failure(f"with its weights: is {reward:g}, more than ±{LARGEST:g}")
+            return request.failure(f"with its weights: is {reward:g}, beyond ±{LARGEST:g}")
         return replace(
             first,
             parsed=all(one.parsed for one in grades.values()),
@@ -200,10 +197,8 @@ class Grader:
 
 
 def tally(config: Reward, grades: Iterable[Grade]) -> dict[str, tuple[float, float]]:
-    """Return (sum, denominator) of each metric under ``reward/`` over some grades.
-
-    The names depend on the configuration alone, so that they are the same on every rank.
-    """
+    """Return (sum, denominator) of each metric under ``reward/`` over ``grades``. Its names depend on the
+    configuration only, so they are equal on all ranks."""
     grades, names = list(grades), (config.name, *config.also)
     mine = {metric for name in names if name in VERIFIERS for metric in VERIFIERS[name].metrics}
     values = {name: [of(grade) for grade in grades] for name, of in _METRICS.items() if name in mine}
@@ -213,19 +208,16 @@ def tally(config: Reward, grades: Iterable[Grade]) -> dict[str, tuple[float, flo
 
 
 def overlong(length: int, *, longest: int, tokens: int, penalty: float) -> float:
-    """DAPO's soft overlong punishment of a response of so many tokens: 0 up to ``longest - tokens``, then
-    linearly down to ``-penalty``. ``longest`` is ``rollout.max_response_tokens``; the others are
-    ``reward.overlong_tokens``, with 0 for none, and ``reward.overlong_penalty``."""
+    """Return DAPO's soft overlong punishment for a length in tokens: 0 up to ``longest - tokens``, then
+    linear to ``-penalty`` at ``longest``. ``longest`` is ``rollout.max_response_tokens``, ``tokens`` is
+    ``reward.overlong_tokens`` (0: no penalty), and ``penalty`` is ``reward.overlong_penalty``."""
     over = length - (longest - tokens)
     return -penalty * min(over / tokens, 1.0) if tokens and over > 0 else 0.0
 
 
 def check_reward(config: Reward, *, max_response_tokens: int) -> None:
-    """Check that a run can have these rewards, without starting anything.
-
-    Raises:
-        InputError: keys that do not agree, a reward or package that is not there, a bad URL.
-    """
+    """Check the ``reward`` section without starting anything. Raises ``InputError`` if keys conflict, a
+    reward or package is missing, or a URL is invalid."""
     try:
         config.check(max_response_tokens=max_response_tokens)
     except ValueError as error:
@@ -239,7 +231,7 @@ def check_reward(config: Reward, *, max_response_tokens: int) -> None:
         module, extra = VERIFIERS[name].package, VERIFIERS[name].extra
         if module and importlib.util.find_spec(module) is None:
             raise InputError(
-                f"reward {name!r} needs the package {module.replace('_', '-')} of the extra {extra}: "
+                f"reward {name!r} needs the package {module.replace('_', '-')} of the extra {extra}: run "
                 f"`pip install -e '.[{extra}]'` in a checkout of megatron_fspo"
             )
     if config.url is not None:

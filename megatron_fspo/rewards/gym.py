@@ -1,8 +1,7 @@
-"""``reasoning_gym``: the tasks of the package of that name, scored by its own scorers.
+"""``reasoning_gym``: tasks of the package of that name, graded by its own scorers.
 
-A scorer runs in a worker with limits, like ``math``: some of them hang on what a model writes. Nine of them
-hand it to Python's ``eval`` or to sympy's ``parse_expr``, which evaluates too; :mod:`.gym_worker` takes
-that from them.
+Scorers run in worker processes with limits, like ``math``, as some hang on model output. Nine of them pass it
+to Python's ``eval`` or to sympy's ``parse_expr``, which evaluates too; :mod:`.gym_worker` replaces these.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from megatron_fspo.rewards.grade import Failure, Grade, GradeOrFailure, GradeReq
 from megatron_fspo.rewards.pool import InWorkers
 
 LONGEST = 100_000
-"""Characters of an answer that a scorer is given."""
+"""Maximum characters of an answer; longer ones score 0."""
 _LEFT_OUT = {
-    "composite": "it is made of others: write the rows of each",
-    "game_of_life_halting": "its scorer (reasoning-gym 0.1.25) takes any text for right",
+    "composite": "it combines other tasks: write the rows of each",
+    "game_of_life_halting": "its scorer (reasoning-gym 0.1.25) accepts any text",
 }
 _FIELDS = ("task", "config", "metadata")
 
@@ -35,7 +34,7 @@ class ReasoningGym(InWorkers):
         fields = request.prompt.fields
         if missing := [name for name in _FIELDS if name not in fields]:
             return request.failure(
-                f"found no field {missing[0]!r} in the prompt's row: make rows with gym_rows"
+                f"needs a field {missing[0]!r} in the prompt's row: make rows with gym_rows"
             )
         answer = extract(request.response, self._extract)
         if answer is None or len(answer) > LONGEST:
@@ -53,7 +52,7 @@ class ReasoningGym(InWorkers):
 
 
 def gym_rows(task: str, size: int, seed: int, **config: Any) -> Iterator[dict[str, Any]]:
-    """Return rows of a data file for ``reward.name = "reasoning_gym"``.
+    """Generate the rows of a data file for ``reward.name = "reasoning_gym"``.
 
     Example::
 
@@ -62,23 +61,22 @@ def gym_rows(task: str, size: int, seed: int, **config: Any) -> Iterator[dict[st
                 print(json.dumps(row), file=file)
 
     Args:
-        task: a dataset of reasoning_gym.
+        task: name of a dataset of reasoning_gym.
         size: number of rows.
-        seed: the dataset is generated from it.
-        config: its own settings.
+        seed: seed of the dataset.
+        config: settings of the dataset.
 
     Yields:
-        ``prompt``, ``answer`` (empty where the task has no single one), ``task``, ``config`` and
-        ``metadata``, all of them JSON types. The last two are text, since their shape differs from row to
-        row.
+        ``prompt``, ``answer`` (empty if the task has no single one), ``task``, ``config`` and ``metadata``.
+        The last two are JSON text, since their structure differs between rows.
 
     Raises:
-        InputError: no such task or setting, or one that cannot be scored.
+        InputError: the task or a setting is unknown, or the task cannot be scored.
     """
     import reasoning_gym
 
     if task in _LEFT_OUT:
-        raise InputError(f"reasoning_gym task {task!r} is left out: {_LEFT_OUT[task]}")
+        raise InputError(f"reasoning_gym task {task!r} is not supported: {_LEFT_OUT[task]}")
     try:
         dataset = reasoning_gym.create_dataset(task, size=size, seed=seed, **config)
         settings = json.dumps(_plain(config))
@@ -97,8 +95,8 @@ def gym_rows(task: str, size: int, seed: int, **config: Any) -> Iterator[dict[st
 
 
 def _plain(value: Any) -> Any:
-    """Return JSON types from which ``gym_worker.rich`` makes the same again: scorers compare tuples."""
-    if hasattr(value, "item"):  # a number of numpy
+    """Encode as JSON types, keeping tuples and sets, which scorers compare; ``gym_worker.rich`` decodes."""
+    if hasattr(value, "item"):  # a numpy scalar
         value = value.item()
     if value is None or isinstance(value, str | bool | int | float):
         return value
@@ -112,4 +110,4 @@ def _plain(value: Any) -> Any:
         return {"__dict__": [[_plain(key), _plain(item)] for key, item in value.items()]}
     if isinstance(value, set | frozenset):
         return {"__set__": sorted(map(_plain, value), key=repr)}
-    raise TypeError(f"a {type(value).__name__} is no JSON")
+    raise TypeError(f"a {type(value).__name__} has no JSON form")

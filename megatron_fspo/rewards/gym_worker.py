@@ -1,10 +1,8 @@
-"""reasoning_gym's scorers, inside a worker process, without their ways to run what a model wrote.
+"""reasoning_gym's scorers in a worker process, prevented from executing model output.
 
-Of its 106 tasks of 0.1.25, these hand the answer to ``eval``: ``binary_matrix``, ``n_queens``,
-``spiral_matrix``, ``string_insertion``; and these to sympy's ``parse_expr``, which evaluates what it has
-parsed: ``countdown``, ``intermediate_integration``, ``polynomial_multiplication``, ``puzzle24``,
-``simple_integration``. The first read literals, which ``ast.literal_eval`` reads too; the others read
-formulas, which have no attributes, no strings and few names.
+Of the 106 tasks of version 0.1.25, those in ``LITERAL`` pass the answer to ``eval``; they expect literals, so
+``ast.literal_eval`` replaces it. Those in ``FORMULA`` pass it to sympy's ``parse_expr``, which evaluates it;
+they expect formulas, so answers with attributes, strings or unknown names are rejected.
 """
 
 from __future__ import annotations
@@ -35,20 +33,20 @@ _NAMES = frozenset(
 
 
 class BadRowError(Exception):
-    """The scorer does not even take the row's own answer."""
+    """The scorer fails on the row's own answer."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(f"cannot score the row's own answer: {type(error).__name__}: {error}")
 
 
 def score(row: str, answer: str) -> tuple[float, bool]:
-    """Return the scorer's number, and whether the scorer took the answer, extracted from the response, at
-    all. ``row`` is JSON of ``task``, ``config``, ``metadata`` and ``answer``, as ``gym_rows`` writes them;
-    one that is no good raises ``BadRowError``."""
+    """Return the score of an extracted answer, and whether the scorer could read it. ``row`` is JSON of
+    ``task``, ``config``, ``metadata`` and ``answer``, as ``gym_rows`` writes them; raises ``BadRowError`` if
+    it is invalid."""
     fields = json.loads(row)
     try:
         scorer = _scorer(fields["task"], _text(fields["config"]))
-        own = fields["answer"] or None  # several tasks have no single one
+        own = fields["answer"] or None  # some tasks have no single answer
         entry = {"answer": own, "metadata": rich(json.loads(_text(fields["metadata"])))}
     except Exception as error:
         raise BadRowError(error) from error
@@ -57,7 +55,7 @@ def score(row: str, answer: str) -> tuple[float, bool]:
     except (MemoryError, RecursionError):
         raise
     except Exception as error:
-        # Some raise for text that is no answer. What raises for the right one too is no scorer of this row.
+        # Some scorers raise for invalid answers. If it raises for the right one too, the row is wrong.
         try:
             if own is not None:
                 scorer(own, entry)
@@ -67,7 +65,7 @@ def score(row: str, answer: str) -> tuple[float, bool]:
 
 
 def rich(value: Any) -> Any:
-    """Return what ``gym_rows`` made JSON of."""
+    """Decode what ``gym_rows`` encoded as JSON types."""
     if isinstance(value, list):
         return [rich(item) for item in value]
     if not isinstance(value, dict):
@@ -82,16 +80,15 @@ def rich(value: Any) -> Any:
 
 
 def check_formula(text: str) -> None:
-    """Raise ``ValueError`` unless this is a formula: numbers, signs, brackets, letters, known functions."""
+    """Raise ``ValueError`` unless the text has only numbers, signs, brackets, letters and known functions."""
     names = [name for name in _NAME.findall(text) if len(name) > 1 and name not in _NAMES]
-    # The e of 1e5 matches as a name too, and is harmless.
+    # The e5 of 1e5 matches as a name too, but is harmless.
     unknown = [name for name in names if not re.fullmatch(r"[eE]\d+", name)]
     if not _SIGNS.fullmatch(text) or re.search(r"\.\s*[A-Za-z_]", text) or unknown or "__" in text:
-        raise ValueError("no formula")
+        raise ValueError("not a formula")
 
 
 def _text(field: Any) -> str:
-    """A field that is JSON text, or has been read already."""
     return field if isinstance(field, str) else json.dumps(field)
 
 
@@ -106,7 +103,7 @@ def _scorer(task: str, config: str) -> Callable[[str, dict[str, Any]], float]:
 
 @cache
 def _guard() -> None:
-    """Take ``eval`` and ``parse_expr`` from the scorers that use them; once in a process."""
+    """Replace ``eval`` and ``parse_expr`` in the scorers that use them, once per process."""
     parse = sympy_parser.parse_expr
 
     def parse_formula(text: str, *args: Any, **kwargs: Any) -> Any:

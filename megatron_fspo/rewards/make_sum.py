@@ -7,11 +7,8 @@ from megatron_fspo.types import Completion, Prompt
 
 
 def digits_sum_to(response: str, answer: str) -> bool:
-    """Return whether ``response`` is groups of three digits whose first ones, 1–9, sum to ``answer``.
-
-    Only the sum is judged. The last two digits of a group are the policy's own notes (the remainder, as
-    it was taught), and notes that are wrong but lead to the right sum are no mistake.
-    """
+    """Return True if ``response`` is groups of three digits whose first digits, 1–9, sum to ``answer``. The
+    others are the policy's notes (the remainder, in the demonstrations), which are not graded."""
     if len(response) % 3 or not (response.isascii() and response.isdigit()):
         return False
     digits = response[::3]
@@ -20,5 +17,5 @@ def digits_sum_to(response: str, answer: str) -> bool:
 
 @register("make_sum")
 def make_sum(prompt: Prompt, completion: Completion, response: str) -> float:
-    """1.0 if the policy stopped by itself and its digits sum to the answer, else 0.0."""
+    """Return 1.0 if the policy stopped by itself and its digits sum to the answer, else 0.0."""
     return float(completion.finish_reason == "stop" and digits_sum_to(response, prompt.answer))

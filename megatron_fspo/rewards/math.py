@@ -1,9 +1,8 @@
-"""``math``: is the answer of the response the reference, as mathematics?
+"""``math``: checks that the answer of a response is mathematically equal to the reference.
 
-Tier 1 settles most answers at once, without any algebra (:mod:`.normalise`). What it is not sure of goes to
-tier 2, math-verify on sympy, in worker processes with limits on time, CPU time and memory (:mod:`.pool`). A
-grade that runs into a limit is 0 and counted; so is an answer that is not there, or that nobody should do
-algebra with.
+Tier 1 decides most answers immediately, without algebra (:mod:`.normalise`). The others go to tier 2,
+math-verify on sympy, in worker processes with limits on time, CPU time and memory (:mod:`.pool`). Grades that
+exceed a limit score 0 and are counted, as do missing answers and those too hostile for algebra.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ TIER2 = "megatron_fspo.rewards.math_worker:compare"
 
 
 class Mathematics(InWorkers):
-    """The reward ``math``: 1 or 0."""
-
     function = TIER2
 
     def grade(self, request: GradeRequest) -> Grade | Future[GradeOrFailure]:
@@ -47,6 +44,6 @@ class Mathematics(InWorkers):
 
 @lru_cache(maxsize=4096)
 def _reference(answer: str) -> tuple[str, Form]:
-    """Kept, as a prompt has many responses."""
+    """Cached, as a prompt has many responses."""
     gold = reference(answer)
     return gold, form(gold)

@@ -1,4 +1,4 @@
-"""Tier 2 of ``math``, in a worker process: math-verify, warmed up by the import of this module."""
+"""Tier 2 of ``math`` in a worker process: math-verify, warmed up when this module is imported."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ _EXAMPLES = (
 
 
 _WORDS = re.compile(r"[A-Za-z]{4,}|[A-Za-z]{2,}(?:[ '-][A-Za-z]{2,})+")
-"""Text, as far as a look tells: a short word alone is a product (``xy``)."""
+"""Answers that look like text; a single short word may be a product (``xy``)."""
 
 
 def compare(gold: str, answer: str) -> tuple[bool, bool]:
-    """Return whether math-verify takes ``answer`` for ``gold``, and whether it could read ``answer``.
+    """Return whether math-verify accepts ``answer`` for ``gold``, and whether it could parse ``answer``.
 
-    The order matters: it is not symmetric (docs/rewards.md). Its own time limits are off, as the pool's
-    replaces them: they are alarms of the main thread that code in C does not hear.
+    It is not symmetric (docs/rewards.md). Its own time limits are off, as signals do not interrupt C code.
     """
     if all(map(_WORDS.fullmatch, (gold, answer))):
-        # Else each letter is a factor, and "Friday" is "Fridya".
+        # Otherwise each letter is a factor, and "Friday" equals "Fridya".
         gold, answer = rf"\text{{{gold}}}", rf"\text{{{answer}}}"
     parsed = _parsed(answer)
     readable = any(not isinstance(one, str) for one in parsed)
@@ -50,14 +49,14 @@ _parsed_reference = lru_cache(maxsize=64)(_parsed)
 
 
 def _respelt(answer: str) -> str:
-    """Write ``1.5e3`` and ``2 1/2`` as LaTeX: math-verify takes e for Euler's number, and forgets the 2."""
+    """Convert ``1.5e3`` and ``2 1/2`` to LaTeX: math-verify reads e as Euler's number, and drops the 2."""
     answer = re.sub(
         r"(?<![\w.])(\d+\.?\d*)[eE]([-+]?\d+)(?![\w.])", r"\1 \\times 10^{\2}", answer, flags=re.ASCII
     )
     return re.sub(r"(?<![\w./])(\d+) +(\d+)/(\d+)(?![\w./])", r"\1\\frac{\2}{\3}", answer, flags=re.ASCII)
 
 
-# Its parser and sympy build tables on their first tasks, which takes half a second of a task's time.
+# The parser and sympy build tables in their first calls, which take half a second.
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
 for _gold, _answer in _EXAMPLES:
     compare(_gold, _answer)

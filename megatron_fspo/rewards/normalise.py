@@ -1,8 +1,8 @@
-r"""Tier 1: whether two answers are the same, where that is certain without any algebra.
+r"""Tier 1 of ``math``: compares answers where that is certain without algebra.
 
-Answers are stripped of what LaTeX and Markdown put around them and, where they are plainly numbers, compared
-exactly, as integers and fractions: ``0.50``, ``1/2``, ``\frac12`` and ``5\times10^{-1}`` are one number.
-Nothing is evaluated, and all is bounded: characters, digits, exponents.
+Surrounding LaTeX and Markdown is removed. Answers that are plain numbers are compared exactly, as integers
+and fractions: ``0.50``, ``1/2``, ``\frac12`` and ``5\times10^{-1}`` are equal. Nothing is evaluated, and
+characters, digits and exponents are bounded.
 """
 
 from __future__ import annotations
@@ -16,29 +16,27 @@ from itertools import accumulate
 from megatron_fspo.rewards.extract import end_of_braces
 
 LONGEST = 1000
-"""Characters of an answer that is read; longer ones are compared as they stand."""
+"""Maximum characters of an answer to parse; longer ones are compared as text."""
 DEEPEST = 32
 DIGITS = 300
-EXPONENT = 400  # of ten
-POWER = 9999  # exponents that tier 2 may have to work out
+EXPONENT = 400  # largest exponent of ten
+POWER = 9999  # largest exponent for tier 2
 CLOSE = Fraction(1, 10_000)
-"""Decimals that differ by a smaller share may be one number, rounded: tier 2 says."""
+"""Decimals with a smaller relative difference may be rounded values of one number: tier 2 decides."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number as it was written."""
-
     value: int | Fraction
     decimal: bool = False
-    """With digits behind a point: it may be rounded."""
+    """It has digits after a point, so it may be rounded."""
     percent: bool = False
     base: int = 10
 
 
 @dataclass(frozen=True)
 class Form:
-    """An answer, undressed."""
+    """An answer without surrounding markup."""
 
     text: str
     number: Number | None
@@ -90,8 +88,7 @@ _HOSTILE = (
 
 
 def compare(gold: Form, answer: Form) -> bool | None:
-    """Return whether the answer is the reference; None where that is not certain. Both are numbers where it
-    is False."""
+    """Return True if the answer is the reference, False if both are different numbers, None if uncertain."""
     if gold.number is not None and answer.number is not None:
         return _compare_numbers(gold.number, answer.number)
     same = gold.text == answer.text or (
@@ -101,7 +98,7 @@ def compare(gold: Form, answer: Form) -> bool | None:
 
 
 def canonical(written: Form) -> str:
-    """Return one text for answers that :func:`compare` takes for equal: the key of a majority vote."""
+    """Return one text for all answers that :func:`compare` finds equal, as the key of majority votes."""
     if written.number is None and (named := _NAMED.match(written.text)) is not None:
         value = form(written.text[named.end() :])
         written = value if value.number is not None else written
@@ -115,7 +112,7 @@ def canonical(written: Form) -> str:
 
 
 def form(answer: str) -> Form:
-    """Return an answer without what is around it, and the number that it is, if it plainly is one."""
+    """Return an answer without surrounding markup, and its number if it is a plain one."""
     if len(answer) > LONGEST:
         return Form(answer.strip(), None)
     text = answer.strip().translate(_MINUS)
@@ -140,7 +137,7 @@ def form(answer: str) -> Form:
 
 
 def too_much(text: str) -> bool:
-    """Return whether an answer is nothing to do algebra with."""
+    """Return True if algebra on the answer could be too expensive, or its text is malformed."""
     if len(text) > LONGEST or any(pattern.search(text) for pattern in _HOSTILE):
         return True
     depths = accumulate((character in "{([") - (character in "})]") for character in text)
@@ -161,7 +158,7 @@ def _compare_numbers(gold: Number, answer: Number) -> bool | None:
 
 
 def _unwrapped(text: str) -> str:
-    """Return the text without a full stop and what is around the whole."""
+    """Return the text without a final full stop and markup around the whole."""
     for _ in range(4):
         before = text
         text = text.strip()
@@ -173,7 +170,7 @@ def _unwrapped(text: str) -> str:
             if text.startswith(opening):
                 first = len(opening)
                 end = end_of_braces(text, first) if closing == "}" else text.find(closing, first)
-                if end == len(text) - len(closing):  # not so in \text{a}+\text{b} and $1$, $2$
+                if end == len(text) - len(closing):  # false for \text{a}+\text{b} and $1$, $2$
                     text = text[first:end]
         if text == before:
             break
@@ -197,8 +194,8 @@ def _decimal(sign: str, whole: str, places: str, exponent: int) -> Number | None
 
 
 def _formula(text: str) -> Number | None:
-    """Return a number times a power of ten, one in a base, or a fraction. The digits of ``1011_2`` stay as
-    they are, in canonical texts too."""
+    """Parse a number times a power of ten, a number with a base, or a fraction. The digits of ``1011_2`` are
+    kept unconverted."""
     if (power := _SCIENTIFIC.fullmatch(text)) is not None:
         sign, whole, places, braced, digit = power.groups()
         return _decimal(sign, whole or "1", places or "", int(braced or digit))
@@ -217,7 +214,7 @@ def _formula(text: str) -> Number | None:
         return None
     value = Fraction(int(top), int(bottom))
     if whole:
-        if not 0 <= value < 1:  # no mixed number
+        if not 0 <= value < 1:  # not a mixed number
             return None
         value += int(whole)
     return Number(-value if sign == "-" else value)

@@ -1,10 +1,8 @@
-"""Calls in threads, and worker processes that can be killed: where text of a model meets a library that may
-hang on it.
+"""Runs calls in threads, or in killable worker processes for libraries that may hang on model output.
 
-A worker is an interpreter of its own, with the libraries and without the trainer's memory: the trainer has
-threads, GPUs and process groups, and must not be forked. A thread for each worker hands it one task after
-the other, and kills and replaces the process of a task that is over its time while the others go on. What
-comes back is JSON, so nothing that a worker was made to send is run here.
+Workers are new interpreters, not forks, as the trainer has threads, GPUs and process groups. One thread per
+worker sends it tasks one by one, and kills and replaces the process if a task exceeds its time. Results are
+JSON, so a compromised worker cannot make the trainer execute code.
 """
 
 from __future__ import annotations
@@ -29,20 +27,20 @@ from megatron_fspo.rewards import worker
 from megatron_fspo.rewards.grade import Grade, GradeOrFailure, GradeRequest, Interrupted, Verifier
 
 if TYPE_CHECKING:
-    from megatron_fspo.config import Reward  # at run time it would bring torch to the worker processes
+    from megatron_fspo.config import Reward  # not at run time: it would import torch in workers
 
 T = TypeVar("T")
 _START_SECONDS = 120.0
 _LARGEST = 2**20  # bytes of an answer
 MOST_TASKS = 5000
-"""Of a worker process: libraries keep a little of everything."""
+"""Maximum tasks of a worker process, since libraries leak some memory."""
 
 
 class Threads:
-    """At most ``most`` calls at a time, each in a thread. Threads are started as they are needed.
+    """Runs at most ``most`` calls at a time, each in a thread that is started when needed.
 
-    Those of ``concurrent.futures`` are no daemons: one call that never returns would keep the program from
-    ending.
+    Threads are daemons, unlike those of ``concurrent.futures``, so a call that never returns does not block
+    the exit of the program.
     """
 
     def __init__(self, most: int) -> None:
@@ -51,16 +49,16 @@ class Threads:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._running: dict[int, tuple[float, Future[Any]]] = {}
-        """Thread → when its call began, and its result."""
+        """Thread → start time of its call, and its future."""
         self._interrupted = self._closed = False
         self._unfinished = 0
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Return the call's result to come, or its error; ``RuntimeError`` when closed."""
+        """Return a future of the call's result. Raises ``RuntimeError`` if closed."""
         future: Future[T] = Future()
         with self._lock:
             if self._closed:
-                raise RuntimeError("these threads are closed")
+                raise RuntimeError("the threads are closed")
             self._queue.put((future, call))
             self._unfinished += 1
             if len(self._threads) < min(self._unfinished, self._most):
@@ -69,12 +67,13 @@ class Threads:
         return future
 
     def interrupt(self, seconds: float) -> None:
-        """Raise :class:`Interrupted` in calls that have run for longer; after that no other call begins.
+        """Raise :class:`Interrupted` in calls that have run for more than ``seconds``. If there was one, no
+        further call starts.
 
-        A call that computes without end takes Python's lock for 5 ms at a time, from the thread that trains
-        too. One that waits in C hears of it at the end of its wait.
+        An endless computation would compete with the training thread for the GIL. A call that waits in C
+        code is interrupted only when the wait ends.
         """
-        with self._lock:  # so that none of them ends meanwhile
+        with self._lock:  # so that no call ends meanwhile
             for thread, (began, future) in self._running.items():
                 if time.monotonic() - began > seconds:
                     self._interrupted = True
@@ -84,7 +83,7 @@ class Threads:
                     )
 
     def close(self) -> None:
-        """Cancel all that is not finished, and begin no other call. Nobody waits for those that run."""
+        """Cancel pending calls and refuse new ones, without waiting for running calls."""
         with self._lock:
             self._closed = True
             futures = [future for _, future in self._running.values()]
@@ -97,14 +96,16 @@ class Threads:
             self._queue.put(None)
 
     def join(self) -> None:
-        """Wait for the end of the calls that run; after :meth:`close`."""
         for thread in self._threads:
             thread.join()
 
     def _work(self) -> None:
         thread = threading.get_ident()
-        while (item := self._queue.get()) is not None and not self._interrupted:
+        while (item := self._queue.get()) is not None:
             future, call = item
+            if self._interrupted:
+                future.cancel()
+                break
             with suppress(InvalidStateError):  # cancelled meanwhile
                 try:
                     try:
@@ -122,31 +123,25 @@ class Threads:
 
 
 class Unfinished(Exception):
-    """A task hit a limit: of time, memory or recursion, or twice one of which the worker died."""
+    """A task exceeded its limit on time, memory or recursion, or its worker died twice."""
 
 
 class WorkerError(Exception):
-    """The function raised: the name of the exception's type and what it said; a note with its traceback."""
+    """The function raised. Has the exception's type and message, and its traceback as a note."""
 
 
 class KillablePool:
     """Runs a function in worker processes, each call with limits.
 
-    Example::
-
-        pool = KillablePool(
-            "megatron_fspo.rewards.math_worker:compare", workers=4, seconds=5.0, memory_gb=1.0
-        )
-        futures = [pool.submit("1/2", answer) for answer in answers]
-
     Args:
-        function: as ``module:name``; takes and returns what JSON has words for.
-        seconds: of wall-clock time for each call, from when a worker takes it, and of CPU time.
-        memory_gb: of each worker, beyond what it has when the module is imported.
-        tasks: of a process, which a fresh one then replaces.
+        function: ``module:name``; its arguments and value are JSON types.
+        workers: number of processes.
+        seconds: limit on the wall-clock time of a call, from when a worker starts it, and on its CPU time.
+        memory_gb: limit on a worker's memory beyond that after importing the module.
+        tasks: number of calls after which a process is replaced.
 
     Raises:
-        RuntimeError: a worker does not come up.
+        RuntimeError: a worker does not start.
     """
 
     def __init__(
@@ -155,23 +150,23 @@ class KillablePool:
         memory_bytes = int(memory_gb * 2**30)
         self._workers = [_Worker(function, seconds, memory_bytes, tasks) for _ in range(workers)]
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
-        # Processes end with the thread that started them, and these stay.
+        # Worker processes end with the thread that started them, so these threads persist.
         self._threads = Threads(workers)
         try:
             for start in [self._threads.submit(one.ready) for one in self._workers]:
                 start.result()
         except Exception as error:
             self.close()
-            raise RuntimeError(f"no worker process starts: {type(error).__name__} {error}") from error
+            raise RuntimeError(f"worker processes do not start: {type(error).__name__} {error}") from error
         for one in self._workers:
             self._idle.put(one)
 
     def submit(self, *args: Any) -> Future[Any]:
-        """Return the result to come; see :meth:`_Worker.call`. Does not wait."""
+        """Return a future of the result, see :meth:`_Worker.call`. Does not block."""
         return self._threads.submit(partial(self._call, json.dumps(args).encode() + b"\n"))
 
     def close(self) -> None:
-        """Kill the workers; what is not finished is cancelled. A second call does nothing."""
+        """Cancel unfinished calls and kill the workers. Idempotent."""
         self._threads.close()
         for one in self._workers:
             one.end()
@@ -188,7 +183,7 @@ class KillablePool:
 
 
 class _Worker:
-    """A worker process, replaced where it died. One thread's at a time, but for :meth:`end`."""
+    """A worker process, restarted if it died. Not thread-safe except for :meth:`end`."""
 
     def __init__(self, function: str, seconds: float, memory_bytes: int, tasks: int) -> None:
         self._settings = (os.getpid(), function, seconds, memory_bytes, tasks)
@@ -197,16 +192,12 @@ class _Worker:
         self._ended = False
         self._process: subprocess.Popen[bytes] | None = None
         self._tasks = 0
-        """That the process has been given; an answer with another number is none."""
+        """Number of tasks sent to the process; its answer must have this number."""
         self._socket = socket.socket()
 
     def ready(self) -> None:
-        """Start the process unless it runs, and wait for its libraries.
-
-        Raises:
-            WorkerError: they cannot be imported.
-            OSError: the process died, or did not answer in time.
-        """
+        """Start the process unless it is running, and wait until it has imported its libraries. Raises
+        ``WorkerError`` if the import fails, ``OSError`` if the process dies or does not answer in time."""
         if self._process is not None and self._process.poll() is None:
             return
         self.stop()
@@ -233,13 +224,9 @@ class _Worker:
             raise
 
     def call(self, task: bytes) -> Any:
-        """Return the function's value. A task whose worker dies is tried once more: that may not be the
-        task's doing, as the system was out of memory, or somebody killed the worker.
-
-        Raises:
-            Unfinished: the task hit a limit, or two workers died of it.
-            WorkerError: the function raised.
-        """
+        """Return the function's value. If the worker dies, the task is tried once more, as the cause may be
+        another one, such as the system's out-of-memory killer. Raises ``Unfinished`` if the task exceeds a
+        limit or two workers die of it, ``WorkerError`` if the function raises."""
         for _ in range(2):
             try:
                 self.ready()
@@ -253,7 +240,6 @@ class _Worker:
         raise Unfinished("two workers died of it")
 
     def stop(self) -> None:
-        """Kill the process, if there is one."""
         self._socket.close()
         with self._lock:
             process, self._process = self._process, None
@@ -262,7 +248,7 @@ class _Worker:
             process.wait()
 
     def end(self) -> None:
-        """Kill the process, and start none again. Any thread may call this."""
+        """Kill the process and do not restart it. Thread-safe."""
         with self._lock:
             self._ended = True
             if self._process is not None:
@@ -281,7 +267,7 @@ class _Worker:
             line += piece
         number, value, error, last = json.loads(line)
         if number != self._tasks:
-            raise ConnectionError("the worker answers something else")
+            raise ConnectionError("the worker sent an answer to another task")
         if last:
             self.stop()
         if error is None:
@@ -298,7 +284,7 @@ class InWorkers(Verifier):
     """A reward that is a function in worker processes."""
 
     function: ClassVar[str]
-    """As ``module:name``."""
+    """``module:name``."""
 
     def __init__(self, config: Reward, loop: Loop) -> None:
         self._extract = config.extract
@@ -312,7 +298,7 @@ class InWorkers(Verifier):
     def ask(
         self, request: GradeRequest, *task: str, unfinished: Grade, then: Callable[[Any], GradeOrFailure]
     ) -> Future[GradeOrFailure]:
-        """Return the grade to come: what ``then`` makes of the value, or ``unfinished`` at a limit."""
+        """Return a future of ``then`` of the function's value, or of ``unfinished`` if it exceeds a limit."""
         result: Future[GradeOrFailure] = Future()
 
         def settle(work: Future[Any]) -> None:
@@ -322,7 +308,7 @@ class InWorkers(Verifier):
                 result.cancel()
             except Unfinished:
                 result.set_result(unfinished)
-            except Exception as error:  # of the function; or what came back is not of its making
+            except Exception as error:  # the function raised, or ``then`` got a forged value
                 result.set_result(request.failure(f"raised {error}", error))
 
         self._pool.submit(*task).add_done_callback(settle)

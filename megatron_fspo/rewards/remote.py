@@ -1,9 +1,9 @@
 """``http``: a verifier behind a URL.
 
-It is sent ``{"prompt", "response", "answer", "fields"}`` as JSON, and answers ``{"reward": number}``, and
-``"answer": text`` if it knows what majority votes should count. What may pass is tried again: a lost
-connection, no answer in time, 429, 5xx. What does not pass is a :class:`Failure`, which ends the run: a
-verifier that is down must not teach that all answers are wrong.
+A request is ``{"prompt", "response", "answer", "fields"}`` as JSON. The reply is ``{"reward": number}``, with
+``"answer": text`` if majority votes should count that text. Transient errors (a lost connection, a timeout,
+429, 5xx) are retried. Others are a :class:`Failure`, which ends the run, so that the policy does not learn
+from a verifier that is down.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ if TYPE_CHECKING:
     from megatron_fspo.config import Reward
 
 REQUESTS = 64
-"""``reward.concurrency``, where the configuration says none."""
-_FIRST_WAIT = 0.5  # seconds before the second attempt; it doubles from there
+"""Default of ``reward.concurrency`` for requests."""
+_FIRST_WAIT = 0.5  # seconds before the second attempt; then doubles
 _LONGEST_WAIT = 30.0
 _GRACE_SECONDS = 2.0
-_LARGEST = 2**20  # bytes of an answer
+_LARGEST = 2**20  # bytes of a reply
 
 
 class Remote(Verifier):
-    """The reward ``http``."""
-
     def __init__(self, config: Reward, loop: Loop) -> None:
         assert config.url is not None
         self._url, self._seconds = config.url, config.seconds
@@ -57,12 +55,10 @@ class Remote(Verifier):
             "fields": dict(request.prompt.fields),
         }
         try:
-            # ASCII: a response may hold halves of characters, which UTF-8 has no bytes for.
+            # ASCII, since UTF-8 cannot encode lone surrogates, which a response may contain.
             body = json.dumps(asked, allow_nan=False).encode("ascii")
         except (TypeError, ValueError) as error:
-            return request.failure(
-                f"cannot be asked: the prompt's fields are no JSON: {one_line(str(error))}"
-            )
+            return request.failure(f"cannot send the prompt's fields as JSON: {one_line(str(error))}")
         try:
             status, content = await attempted(
                 lambda: self._attempt(body),
@@ -86,14 +82,14 @@ class Remote(Verifier):
             sound = False
         if not sound:
             return request.failure(
-                f'got no {{"reward": number}}, with "answer": text or without, from {self._url}: {said}'
+                f'got no {{"reward": number}} with optional "answer": text from {self._url}: {said}'
             )
         score = request.number(reward)
         return score if isinstance(score, Failure) else Grade(score=score, answer=answer)
 
     async def _attempt(self, body: bytes) -> tuple[int, bytes]:
-        """Status, and no more of the answer than tells that it is too large."""
-        # Uncompressed, since what is little on the way may be much afterwards.
+        """Return the status and the reply, which is cut soon after ``_LARGEST`` bytes."""
+        # Uncompressed: a small compressed reply may expand without limit.
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         answer = bytearray()
         try:
@@ -116,7 +112,7 @@ class Remote(Verifier):
 
 
 def check_url(url: str, key: str = "reward.url") -> None:
-    """Raise ``InputError`` unless ``url``, the value of that key, is one of http or https."""
+    """Raise ``InputError`` unless ``url``, the value of ``key``, is an http or https URL."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:

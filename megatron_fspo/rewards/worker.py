@@ -1,9 +1,8 @@
 """A worker process: serves one function to a :class:`~megatron_fspo.rewards.pool.KillablePool`.
 
-A worker works with what a model wrote, and gives no answer rather than harm: it is killed after a while (by
-the pool), has a limit on memory and one on CPU time, starts no process, opens no connection and no file to
-write. None of this is needed for math-verify, which evaluates no text, as far as is known. Nor is it a
-sandbox for text that is meant to be run.
+Its input is model output, so it is restricted: the pool kills it after a timeout; CPU time and memory are
+limited; it cannot start processes, open connections or write files. As far as we know math-verify, which
+evaluates no text, needs none of this. It is not a sandbox for code that is meant to be executed.
 """
 
 from __future__ import annotations
@@ -35,22 +34,22 @@ _REFUSED = frozenset(
 def main(
     descriptor: int, parent: int, function: str, seconds: float, memory_bytes: int, most_tasks: int
 ) -> None:
-    """Answer tasks until the socket is closed, or a fresh process is better.
+    """Answer tasks until the socket is closed, or the process should be replaced.
 
-    A task is a line of JSON, the function's arguments. An answer is one too: the number of the task, from 1;
-    the function's value, or None; the name, the text and the traceback of the exception, or None; and whether
-    the worker ends after it. Answer 0 is to no task: the libraries are there, or why not.
+    A task is a line of JSON with the function's arguments. An answer is a line of JSON with the number of the
+    task, from 1; the function's value, or null; type, message and traceback of its exception, or null; and
+    whether the worker ends. Answer 0 reports that the function was imported, or why not.
 
     Args:
-        descriptor: of the socket.
-        parent: process id; the worker ends with it, however that ends.
-        function: as ``module:name``.
-        seconds: of CPU time for a task.
-        memory_bytes: beyond what the process has when the function's module is imported.
-        most_tasks: before a fresh process is better.
+        descriptor: file descriptor of the socket.
+        parent: id of the parent process; the worker ends with it.
+        function: ``module:name``.
+        seconds: limit on the CPU time of a task.
+        memory_bytes: limit on memory beyond that after importing the function.
+        most_tasks: number of tasks after which the process ends.
     """
     end_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rwb") as stream:
 
         def answer(number: int, value: str, last: bool) -> None:
@@ -68,7 +67,7 @@ def main(
         resource.setrlimit(resource.RLIMIT_AS, (taken + memory_bytes,) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-        logging.disable(logging.CRITICAL)  # what a library says of such text could fill a disk
+        logging.disable(logging.CRITICAL)  # warnings about such text could fill a disk
         sys.addaudithook(_refuse)
         answer(0, "null, null", last=False)
         for number, task in enumerate(stream, start=1):
@@ -77,7 +76,7 @@ def main(
                 value = f"{json.dumps(call(*json.loads(task)), default=float)}, null"
             except Exception as error:
                 value = _error(error)
-            # Each task has the same memory: what the ones before left in caches goes with the process.
+            # A new process frees caches of earlier tasks, so every task has at least half of the memory.
             last = number == most_tasks or _virtual_bytes() > plenty
             answer(number, value, last)
             if last:
@@ -90,7 +89,7 @@ def _error(error: Exception) -> str:
 
 
 def _limit_cpu_time(seconds: float) -> None:
-    """Limit the CPU time of the next task: the pool kills sooner, unless itself stopped or starved."""
+    """Limit the CPU time of the next task. The pool's timeout comes first unless the pool is stalled."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     allowed = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1
@@ -98,7 +97,7 @@ def _limit_cpu_time(seconds: float) -> None:
 
 
 def _refuse(event: str, details: tuple[Any, ...]) -> None:
-    """An audit hook: no text that got itself evaluated reaches the outside by Python's own means."""
+    """Audit hook: keeps evaluated text from reaching the outside through Python functions."""
     writes = event == "open" and isinstance(details[2], int) and details[2] & (os.O_WRONLY | os.O_RDWR)
     if event in _REFUSED or writes:
         raise PermissionError(f"{event} in a worker")

@@ -1,7 +1,7 @@
-"""A checksum of a tensor that adds up over its shards and pieces, wherever they are, and bears rounding.
+"""Checksums of tensors that can be added over shards and compared up to rounding.
 
-The sum and the sum of squares in float64. A hash of the bytes would not do: vLLM holds a tensor fused with
-others, cut into the shards of its workers, padded, in another type, or on a CPU as a packed copy only.
+They consist of the sum and the sum of squares in float64. A hash of the bytes would not work, as vLLM fuses,
+shards, pads and converts tensors, and on a CPU keeps only packed copies of some.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 PACKED = " (packed)"
-"""After the name of a tensor: the copy of it that vLLM computes with on a CPU."""
+"""Suffix of a tensor's name for the packed copy that vLLM computes with on a CPU."""
 
-# Elements in float64 at a time: what fits a core's cache, and on a GPU 32 MiB beside a model that fills it.
+# Elements converted to float64 at a time: as many as fit a core's cache, and 32 MiB on a GPU.
 _CHUNK, _GPU_CHUNK = 2**16, 2**22
 
 
 @dataclass(frozen=True)
 class Checksum:
-    """Sums over all elements, in float64; NaN where an element is."""
+    """Sums over all elements, in float64; NaN if an element is NaN."""
 
     dtype: str
-    """The tensor's, as ``bfloat16``."""
+    """Dtype of the tensor, such as ``bfloat16``."""
     count: int
     total: float
     squares: float
@@ -38,7 +38,6 @@ class Checksum:
         return math.sqrt(self.squares / self.count) if self.count else 0.0
 
     def __add__(self, other: Checksum) -> Checksum:
-        """The checksum of both together."""
         return Checksum(
             self.dtype if self.dtype == other.dtype else f"{self.dtype}/{other.dtype}",
             self.count + other.count,
@@ -47,18 +46,18 @@ class Checksum:
         )
 
     def to_words(self) -> list[str]:
-        """Write it as text, exactly: JSON knows no NaN."""
+        """Return the fields as text, exactly, since JSON has no NaN."""
         return [self.dtype, str(self.count), repr(self.total), repr(self.squares)]
 
     @classmethod
     def from_words(cls, words: list[str]) -> Checksum:
-        """Read :meth:`to_words`; ValueError or TypeError for anything else."""
+        """Parse :meth:`to_words`. Raises ValueError or TypeError for anything else."""
         dtype, count, total, squares = words
         return cls(dtype, int(count), float(total), float(squares))
 
 
 def checksum(tensor: Tensor) -> Checksum:
-    """The checksum of a tensor of any shape."""
+    """Return the checksum of a tensor of any shape."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if not tensor.numel():
         return Checksum(dtype, 0, 0.0, 0.0)

@@ -1,8 +1,8 @@
-"""Conventions of a trainer and its vLLM servers: names, the key, and the folder that tells where servers are.
+"""Conventions shared by the trainer and its vLLM servers: names, the API key, and the folder of server URLs.
 
-The key comes from the environment on both sides: a command line and a configuration file are for others to
-read. In the folder each server has a file with its URL, which is written under another name first, because
-network file systems do not append atomically.
+Both sides read the key from the environment, as others can read command lines and configuration files. In
+the folder each server has a file with its URL, since network file systems do not append atomically. Files
+are renamed into place, so a reader never sees half of one.
 """
 
 from __future__ import annotations
@@ -16,21 +16,18 @@ from pathlib import Path
 from megatron_fspo.errors import InputError
 
 MODEL = "policy"
-"""The name under which servers serve the policy (``--served-model-name``)."""
+"""The policy's model name in requests to servers."""
 CHECKSUMS = "weight_checksums"
-"""The method that our plugin adds to vLLM's workers."""
+"""The method that our worker extension adds to vLLM's workers."""
 KEY_VARIABLE = "VLLM_API_KEY"
-# A bearer token of RFC 6750. JSON and repr write none of its characters another way, so a search
-# finds it, and it can be hidden, wherever a server repeats it.
+# A bearer token of RFC 6750. JSON and repr escape none of its characters, so a plain text search can mask the
+# key wherever a server echoes it.
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 
 
 def api_key() -> str | None:
-    """The key in the environment; None where the variable is missing or empty.
-
-    Raises:
-        InputError: it is not a key; the message does not repeat it.
-    """
+    """Return the key from the environment; None if the variable is missing or empty. Raises ``InputError``,
+    without the value in its message, if it is not a valid key."""
     key = os.environ.get(KEY_VARIABLE) or None
     if key is not None:
         check_key(key)
@@ -38,18 +35,15 @@ def api_key() -> str | None:
 
 
 def check_key(key: str) -> None:
-    """Refuse what cannot be sent as a bearer token, as an InputError that does not repeat it."""
+    """Raise ``InputError``, without the key in its message, unless ``key`` is a valid bearer token."""
     if not _TOKEN.fullmatch(key):
-        allowed = "letters, digits and any of - . _ ~ + / (`openssl rand -hex 32` makes one)"
-        raise InputError(f"the API key in {KEY_VARIABLE} has to be {allowed}")
+        allowed = "letters, digits and - . _ ~ + / (`openssl rand -hex 32` makes a key)"
+        raise InputError(f"the API key in {KEY_VARIABLE} may contain only {allowed}")
 
 
 def announce(folder: Path, url: str) -> Path:
-    """Say that a server is ready at ``url``; returns the file, which the server removes when it ends.
-
-    Raises:
-        InputError: the folder cannot be written.
-    """
+    """Write a file that says a server is ready at ``url``; return its path, which the caller deletes when the
+    server ends. Raises ``InputError`` if the file cannot be written."""
     file = folder / f"{url.split('//')[-1].replace(':', '-')}.url"
     partial = file.with_suffix(".partial")
     try:
@@ -62,19 +56,19 @@ def announce(folder: Path, url: str) -> Path:
 
 
 def announced(folder: Path) -> list[str]:
-    """The URLs of the servers there, in the order of their names; none where there is no folder yet."""
+    """Return the URLs announced in ``folder``, in the order of file names; [] if there is no folder yet."""
     urls = []
     for file in sorted(folder.glob("*.url")):
-        with suppress(FileNotFoundError):  # a server that ended meanwhile
+        with suppress(FileNotFoundError):  # the server ended meanwhile
             urls.append(file.read_text(encoding="utf-8").strip())
     return urls
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if a name or address means this machine to itself only, as far as its writing tells."""
+    """Return True if ``host`` is localhost or a loopback address. Names are not resolved."""
     if host == "localhost":
         return True
     try:
         return ip_address(host).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # a host name
         return False

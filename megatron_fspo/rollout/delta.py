@@ -1,8 +1,8 @@
-"""Weights for servers as what changed since the last update, bit for bit; both ends keep what was sent last.
+"""Encodes weight updates as bit-exact changes since the last update; both ends keep the weights sent last.
 
-A bf16 weight moves only when its fp32 master has moved by half of a rounding: in one step few do. A message
-has for a tensor of n words of 16 bits, in blocks of 65,536 words: changed words per block, int32; their new
-values; their offsets from the middle of the block, int16. No words at all say that nothing changed.
+Few bf16 weights change in a step, since the fp32 master must move by half a rounding step first. A message
+describes a tensor as 16-bit words in blocks of 65,536. It has the number of changed words per block (int32),
+their new values, and their offsets from the middle of the block (int16). It is empty if nothing changed.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 _CHANGED = " changed as "
-"""In the name of a message, between that of the tensor and its dtype. Other names are of whole tensors."""
+"""Separates the tensor's name and dtype in the name of a message. Names without it are of whole tensors."""
 _BLOCK = 2**16
 _CHUNK = 64 * _BLOCK
-"""Words that are compared at a time: in some 100 MiB of a GPU at most."""
+"""Words compared at a time, with about 100 MiB of GPU memory at most."""
 
 
 class Held:
-    """A worker's end: tensors as they were sent last, on the CPU."""
+    """A worker's end: the tensors sent last, on the CPU."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
 
     def decode(self, sent: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors, which are to be read only, for what :meth:`Changes.encode` yields."""
+        """Yield whole tensors for the messages of :meth:`Changes.encode`. Callers must not modify them."""
         for label, tensor in sent:
             name, changed, dtype = label.partition(_CHANGED)
             if changed:
@@ -40,22 +40,20 @@ class Held:
 
 
 class Changes:
-    """The trainer's end, for workers that all hold the same."""
+    """The trainer's end, for workers that all hold the same tensors."""
 
     def __init__(self) -> None:
         self._held = Held()
         self._served: Mapping[str, set[str]] = {}
 
     def narrow(self, served: Mapping[str, set[str]]) -> None:
-        """From now on round tensors as servers do: by name the dtypes, as ``bfloat16``, that these have them
-        in. What is narrower than the trainer's, and the same in all, is also what is sent."""
+        """Convert tensors to the servers' dtype from now on, if it is the same in all servers and narrower
+        than the trainer's. ``served``: tensor name → dtypes in the servers, such as ``bfloat16``."""
         self._served = served
 
     def encode(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor whole, or a shorter message under another name, on the tensor's own device.
-
-        What was yielded counts as sent: if it does not arrive everywhere, both ends begin anew.
-        """
+        """Yield each tensor whole, or as a shorter message under another name, on the tensor's device. If one
+        does not arrive everywhere, both ends must start anew."""
         for name, parameter in tensors:
             tensor = parameter.detach()
             dtypes = {getattr(torch, dtype) for dtype in self._served.get(name, ())}
@@ -65,17 +63,17 @@ class Changes:
             message = None if held is None else _message(held.to(tensor.dtype), tensor)
             if message is not None:
                 sent = (f"{name}{_CHANGED}{str(tensor.dtype).removeprefix('torch.')}", message)
-            for _ in self._held.decode([sent]):  # as the workers will
+            for _ in self._held.decode([sent]):  # as workers do
                 yield sent
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The tensor's bits [n], in its own memory where that is contiguous."""
+    """Return the tensor's bits as 16-bit words [n], without a copy if it is contiguous."""
     return tensor.reshape(-1).view(torch.int16)
 
 
 def _message(old: Tensor, new: Tensor) -> Tensor | None:
-    """What makes ``new`` of ``old``: bytes; None where they are no fewer than those of ``new``."""
+    """Return the message (bytes) that changes ``old`` to ``new``; None if it is no shorter than ``new``."""
     counts, values, offsets = list[Tensor](), list[Tensor](), list[Tensor]()
     size = 0
     for before, words in zip(*(torch.split(_words(one), _CHUNK) for one in (old, new)), strict=True):
@@ -93,7 +91,6 @@ def _message(old: Tensor, new: Tensor) -> Tensor | None:
 
 
 def _apply(message: Tensor, tensor: Tensor) -> None:
-    """Change a tensor in place."""
     if not message.numel():
         return
     words = _words(tensor)

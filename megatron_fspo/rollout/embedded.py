@@ -1,7 +1,7 @@
-"""Samples from the training model itself: no second copy of the weights, no server.
+"""Samples from the training model itself, without a second copy of the weights or a server.
 
-For small models, tests and the demo. Every rank of a model copy asks for the same and sees the same logits;
-the tokens are those that the first of them draws.
+For small models, tests and the demo. All ranks of a model copy compute the same logits, and the first of them
+samples the tokens for all.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from megatron_fspo.types import Completion, Environment, Prompt, Reply, Sampling
 
 
 class CachedModel(Protocol):
-    """A model that decodes rows side by side; ``mcore.decode.Decoder`` is one."""
+    """A model that decodes rows of a KV cache side by side, such as ``mcore.decode.Decoder``."""
 
     leads: bool
-    """This rank's values are those that ``settle`` gives to all ranks of the model copy."""
+    """True on the rank whose values ``settle`` returns on all ranks of the model copy."""
 
     def session(self, *, rows: int, max_tokens: int) -> AbstractContextManager[None]: ...
 
@@ -41,16 +41,14 @@ class CachedModel(Protocol):
 
 @dataclass(eq=False)
 class _Row(Trajectory):
-    """One completion being written."""
-
     number: int
     """See :data:`~megatron_fspo.rollout.engine.Arrived`."""
     draws: Sequence[float]
-    """Its random stream, one number a token that is drawn."""
+    """Its random stream, one number per sampled token."""
     drawn: int = 0
 
     def known(self, position: int) -> int | None:
-        """Return the token at a position of the row under way; None: it is the next to be drawn."""
+        """Return the token at a position of the current row; None: it is the next to be sampled."""
         if position < len(self.context):
             return self.context[position]
         own = position - len(self.context) + self.row_start
@@ -64,21 +62,21 @@ class EmbeddedEngine:
     model: CachedModel
     _: KW_ONLY
     max_batch: int
-    """Rows of a KV cache; more completions are decoded one batch after the other."""
+    """Rows of the KV cache. More completions are decoded in several batches."""
     _version: int = field(default=0, init=False)
 
     def update_weights(self, version: int) -> None:
-        """The weights are the trainer's, so there is nothing to copy."""
+        """Set the version. The weights are the trainer's own, so nothing is copied."""
         self._version = version
 
     def rest(self) -> None:
-        """Sampling holds no memory after its end."""
+        """Do nothing, as no memory is held between batches."""
 
     def metrics(self) -> dict[str, float]:
         return {}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
     def submit(
         self,
@@ -110,7 +108,7 @@ class EmbeddedEngine:
 
             left = rows
             while left:
-                # Contexts of like length share a batch: a row waits for no one while its own is read.
+                # Batch contexts of similar length: only their common length is read in one pass.
                 left = sorted(left, key=lambda row: len(row.context))
                 again = self._decode(left[: self.max_batch], params, finished)
                 left = left[self.max_batch :] + again
@@ -123,8 +121,8 @@ class EmbeddedEngine:
     def _decode(
         self, batch: list[_Row], params: SamplingParams, finished: Callable[[list[_Row]], None]
     ) -> list[_Row]:
-        """Decode until each has ended, or begins a row anew; returns those."""
-        # A lane is a row of the cache. Rows of one context share a lane until they write their first token.
+        """Decode until each completion has ended or its context was restarted. Return the latter."""
+        # A lane is a row of the KV cache. Completions with equal contexts share one until their first token.
         lanes = [list(rows) for _, rows in groupby(batch, key=lambda row: row.context)]
         rows_before = {row: len(row.row_starts) for row in batch}
         again: list[_Row] = []
@@ -134,7 +132,7 @@ class EmbeddedEngine:
             logits = self.model.feed([lane[0].context[:position] for lane in lanes])
             while True:
                 shared = lanes
-                # Each row that writes at this position gets a lane of its own, from the one that it shared.
+                # Each completion that writes at this position gets its own lane, copied from the shared one.
                 pairs = [
                     (rows, origin)
                     for origin, lane in enumerate(shared)
@@ -147,7 +145,7 @@ class EmbeddedEngine:
                 again += [row for row, *_ in lanes if len(row.row_starts) > rows_before[row]]
                 gone = {*ended, *again}
                 live = [i for i, lane in enumerate(lanes) if lane[0] not in gone]
-                # The last lanes take the places of those that ended: few rows of the cache are copied.
+                # The last lanes replace those that ended, so that few rows of the cache are copied.
                 late = [i for i in live if i >= len(live)]
                 live = [late.pop() if lanes[i][0] in gone else i for i in range(len(live))]
                 if not live:
@@ -162,12 +160,12 @@ class EmbeddedEngine:
     def _extend(
         self, lanes: list[list[_Row]], logits: Tensor, position: int, params: SamplingParams
     ) -> list[int]:
-        """The token of every lane at ``position``: the prompt's, where it goes on, else a sampled one."""
+        """Return the token of each lane at ``position``: the context's if it reaches there, else a sample."""
         first = [lane[0] for lane in lanes]
         drawn = [row.draws[min(row.drawn, params.max_tokens - 1)] for row in first]
         draws = torch.tensor(drawn, dtype=torch.float64)
         sampled, log_probs = sample(logits, draws, temperature=params.temperature, top_p=params.top_p)
-        # Another token on one rank of a model, and it would stop while the others go on: one of them draws.
+        # One rank samples for all: with another token, a rank might stop while the others go on.
         sampled, log_probs = self.model.settle(torch.stack([sampled.double(), log_probs.double()]))
         tokens = [int(token) for token in sampled.tolist()]
         asking = []
@@ -179,7 +177,7 @@ class EmbeddedEngine:
             row.log_probs.append(log_prob)
             row.drawn += 1
             turn = row.token_ids[row.turn_start :] if params.stop else row.token_ids
-            # Every rank of the model has the same tokens, and so the same text.
+            # All ranks of the model copy have the same tokens, so they decide alike.
             if tokens[i] in params.stop_token_ids or completes_stop(turn, params):
                 if row.end_turn("stop"):
                     asking.append(row)
@@ -193,7 +191,7 @@ class EmbeddedEngine:
         return tokens
 
     def _replies(self, rows: list[_Row], environment: Environment, device: torch.device) -> list[Reply]:
-        """Ask for all of them at the same time, on one rank of the model copy, and wait. Collective."""
+        """Ask for all replies at once, on one rank of the model copy, and wait for them. Collective."""
         replies: list[Reply] = []
         if self.model.leads:
             asked = [environment.answer(row.prompt, row.turns, row) for row in rows]

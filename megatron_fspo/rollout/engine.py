@@ -1,4 +1,4 @@
-"""The protocol of a rollout engine: the trainer asks this of anything that samples."""
+"""The protocol of a rollout engine, which samples completions for the trainer."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ Progress = Callable[[int], None]
 """Called with the number of completions that have just finished."""
 
 Arrived = Callable[[int, Completion], None]
-"""Called with a completion as soon as it has finished, and its number: position of the prompt among those of
-all ranks x ``params.n`` + its number among the prompt's. It may be called in another thread, and must not
-block."""
+"""Called with the number of a completion, and the completion, as soon as it has finished. The number is
+(position of its prompt among those of all ranks) × ``params.n`` + (its number among the prompt's). May be
+called in another thread, and must not block."""
 
 
 class Pending(Protocol):
-    """Completions that were asked for."""
+    """A batch of requested completions."""
 
     def __call__(self, progress: Progress | None = None, *, stops: bool = False) -> list[list[Completion]]:
-        """Wait for them: ``params.n`` completions of each prompt that is this rank's, in the order of the
-        prompts. Once. Only the first rank of each copy of the model is sure to get them.
+        """Wait, and return ``params.n`` completions of each of this rank's prompts, in order. Call it once.
+        Only the first rank of each model copy is guaranteed to get the completions.
 
         Args:
-            progress: hears of completions that have finished.
-            stops: a request to stop the job may end the wait, as ``StopRequested`` on every rank. An engine
-                that samples in this process goes on to the end.
+            progress: called as completions finish.
+            stops: a request to stop the job may end the wait by ``StopRequested`` on every rank. An engine
+                that samples in this process ignores it.
         """
         ...
 
@@ -34,8 +34,8 @@ class Pending(Protocol):
 class RolloutEngine(Protocol):
     """A sampler whose weights follow the trainer's.
 
-    Order of calls in a step: ``submit`` and collect … ``rest`` … train … ``update_weights``. Whatever else
-    needs the trainer's weights, such as a checkpoint, comes after a ``rest`` too.
+    Order of calls in a step: ``submit``, collect, ``rest``, train, ``update_weights``. Call ``rest`` before
+    any other use of the trainer's weights too, such as saving a checkpoint.
     """
 
     def submit(
@@ -45,33 +45,33 @@ class RolloutEngine(Protocol):
         mine: range | None = None,
         arrived: Arrived | None = None,
     ) -> Pending:
-        """Ask for ``params.n`` completions of each prompt.
+        """Request ``params.n`` completions of each prompt.
+
+        Several batches may be pending. They may be collected in any order that is the same on every rank. An
+        engine that samples in this process does so only when a batch is collected.
 
         Args:
-            prompts: of all ranks.
-            params: how to sample; the same for every prompt.
-            mine: positions of those whose completions this data-parallel rank is to hold; default all.
-            arrived: hears of each completion that this rank learns of at first hand. One of the first ranks
-                of the model copies does so of each, not always the one that is to hold it.
-
-        Several batches may be pending at once, and are collected in any order, the same on every rank. An
-        engine that samples in this process does so only when they are collected.
+            prompts: prompts of all ranks.
+            params: sampling parameters, for all prompts.
+            mine: positions of the prompts whose completions this data-parallel rank receives; default: all.
+            arrived: called for each completion that this rank gets from the sampler itself. The first rank of
+                some model copy gets the call, not always of the copy that receives the completion.
         """
         ...
 
     def update_weights(self, version: int) -> None:
-        """Make ``version`` the weights that sample from here on, and the version completions carry."""
+        """Sample with the trainer's current weights from now on, and label them ``version``."""
         ...
 
     def rest(self) -> None:
-        """Say that nothing is asked for until the next ``submit``: servers on the trainer's GPUs give up
-        their memory, so that the trainer has all of its own again. Collective."""
+        """Declare that no request follows until the next ``submit``. Servers on the trainer's GPUs release
+        their memory for the trainer. Collective."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last weight update, on the first rank."""
+        """Return metrics of the last weight update, on the first rank."""
         ...
 
     def close(self) -> None:
-        """Let go of what the engine holds outside this process."""
+        """Release resources outside this process."""
         ...

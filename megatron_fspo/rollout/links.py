@@ -1,8 +1,7 @@
-"""Process groups of the trainer's first rank and the workers of vLLM: both ends of a broadcast of weights.
+"""Process groups of the trainer's first rank and vLLM's workers, for weight broadcasts.
 
-Who reaches the ports of a group could take part in it, so they are open on one address of each machine only.
-A member may die at any time, and the others have to live on: no wait without a limit, and ``abort()`` ends
-what is under way.
+Anyone who can reach a group's ports could join it, so they are open on one address per machine only. A member
+may die at any time and the others must survive, so all waits have timeouts and ``abort()`` ends pending work.
 """
 
 from __future__ import annotations
@@ -21,12 +20,11 @@ from torch._C._distributed_c10d import Store, TCPStore
 from megatron_fspo.errors import InputError
 
 Join = Callable[[Store, int, int, timedelta, str], Any]
-"""(store, rank, size, timeout, IP address of this rank) → a process group, which exists once all ranks have
-called this."""
+"""(store, rank, size, timeout, IP address of this rank) → process group, once all ranks have called it."""
 
 
 def join_gloo(store: Store, rank: int, size: int, timeout: timedelta, address: str) -> Any:
-    """A group that sends through CPUs and TCP, and listens on ``address`` only."""
+    """Create a group that communicates through the CPU over TCP, and listens on ``address`` only."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
@@ -34,22 +32,20 @@ def join_gloo(store: Store, rank: int, size: int, timeout: timedelta, address: s
 
 
 def join_nccl(store: Store, rank: int, size: int, timeout: timedelta, address: str) -> Any:
-    """A group that sends from GPU to GPU. NCCL itself chooses where it listens, by ``NCCL_SOCKET_IFNAME``.
-
-    Raises:
-        InputError: on every rank; they have different versions of NCCL, which it refuses, also in the patch.
-    """
+    """Create a group that communicates between GPUs. NCCL selects its address by ``NCCL_SOCKET_IFNAME``.
+    Raises ``InputError`` on every rank if NCCL versions differ: NCCL refuses even a different patch
+    version."""
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     keys = [f"nccl/{member}" for member in range(size)]
     store.set(keys[rank], version)
-    store.wait(keys, timeout)  # NCCL itself would wait without a limit for who does not come
+    store.wait(keys, timeout)  # NCCL itself would wait forever for a missing rank
     if others := sorted({store.get(key).decode() for key in keys} - {version}):
         differ = f"NCCL {version} here, and {' and '.join(others)} in the group"
-        raise InputError(f"vllm.transfer = nccl: {differ}: both sides need the same, as torch brings it")
+        raise InputError(f"vllm.transfer = nccl: {differ}: install torch with the same NCCL on both sides")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    # Else torch makes a watchdog thread for the group, which ends the process for a peer that is lost or
-    # late. Read whenever a group is made: all others keep theirs.
+    # Otherwise torch would start a watchdog thread that ends the process if a peer is lost or late. The
+    # variable is read when a group is created, so other groups keep their watchdogs.
     variable = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(variable, "0")
     os.environ[variable] = "1"
@@ -62,21 +58,15 @@ def join_nccl(store: Store, rank: int, size: int, timeout: timedelta, address: s
 
 
 def listen(host: str) -> socket.socket:
-    """A socket that listens on a free port of one address of this machine, and on no other.
-
-    Raises:
-        OSError: this machine has no such name or address.
-    """
+    """Return a socket that listens on a free port of one address of this machine only. Raises ``OSError`` if
+    it has no such name or address."""
     family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     return socket.create_server(address[:2], family=family)
 
 
 def address_towards(host: str, port: int) -> str:
-    """The IP address under which this machine sends to another. Nothing is sent.
-
-    Raises:
-        OSError: there is no way to it.
-    """
+    """Return the IP address from which this machine sends to ``host``, without sending. Raises ``OSError`` if
+    there is no route."""
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as way:
         way.connect(address)
@@ -84,27 +74,23 @@ def address_towards(host: str, port: int) -> str:
 
 
 class Receiver:
-    """One worker in the group that ``join`` makes, whose rank 0 is the trainer. Tensors go to ``device``."""
+    """A worker in a group created by ``join``, with the trainer as rank 0. Tensors go to ``device``."""
 
     def __init__(self, join: Join, device: torch.device) -> None:
         self._join = join
         self._device = device
         self._group: Any = None
-        self._meeting: tuple[str, int] | None = None  # where the members of the group met
+        self._meeting: tuple[str, int] | None = None  # address of the group's store
 
     def connect(
         self, address: str, port: int, *, rank: int, size: int, timeout: timedelta, joined: bool = False
     ) -> None:
-        """Join the group; ``timeout`` is for that and for every broadcast. What was joined before ends.
-
-        With ``joined`` only see that this worker is in the group, as the trainer takes it to be.
-
-        Raises:
-            RuntimeError: it is not, since it was restarted, or has another trainer.
-        """
+        """Leave the previous group and join another. ``timeout`` is for joining and for each broadcast. With
+        ``joined``, only check that this worker is in the group. Raises ``RuntimeError`` if it is not, as it
+        was restarted or has another trainer."""
         if joined:
             if self._meeting != (address, port):
-                raise RuntimeError("this worker is not in that group")
+                raise RuntimeError("this worker is not in the trainer's group")
             return
         self.close()
         store = TCPStore(address, port, is_master=False, timeout=timeout)
@@ -114,11 +100,8 @@ class Receiver:
     def tensors(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield what the trainer broadcasts now, in this order; one at a time in memory.
-
-        Raises:
-            RuntimeError: no group, or no tensor in time.
-        """
+        """Yield the tensors that the trainer broadcasts next, in this order, holding one at a time. Raises
+        ``RuntimeError`` if there is no group, or a tensor does not arrive in time."""
         if self._group is None:
             raise RuntimeError("weight update before /init_weight_transfer_engine")
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):

@@ -1,12 +1,12 @@
-"""Drawing one token per row from logits, with streams that repeat; and where a response ends.
+"""Samples tokens from logits with reproducible random streams, and determines where a response ends.
 
-Stop strings: a response ends with the token that completes one of them in its text. The rule is: the shortest
-run of first tokens whose decoded text contains a string. The prompt's text does not count. Both engines
-follow it by these functions, so what they return is the same, whatever a server makes of strings by itself.
+Stop strings: a response ends at the first token for which the decoded text of the response so far contains
+one of them. The prompt's text does not count. Both engines apply this rule with these functions, so their
+results do not depend on how a server handles stop strings.
 
-For each token only the end of a response is decoded. That shows what all of it would, because the bytes of
-UTF-8 tell where a character begins: the text of tokens that begin inside of one has U+FFFD for the rest of
-it, which is part of no stop string, and from the next character on it is the text of the response.
+For each token only the end of the response is decoded. This is sufficient because UTF-8 marks the first byte
+of each character: text of tokens that begin inside a character starts with U+FFFD for its remaining bytes,
+which no stop string contains, and equals the text of the response from the next character on.
 """
 
 from __future__ import annotations
@@ -21,42 +21,39 @@ from megatron_fspo.types import Decode, SamplingParams
 
 
 def uniforms(seed: int, prompt_index: int, number: int, count: int) -> Tensor:
-    """The random stream of one completion: ``count`` numbers in [0, 1), fp64.
-
-    A pure function of its arguments, so a completion does not depend on what else is in the batch, on the
-    number of ranks, or on what was sampled before.
-    """
+    """Return the random stream of one completion: ``count`` numbers in [0, 1), fp64. It depends on the
+    arguments only, not on the batch, the number of ranks, or earlier samples."""
     generator = torch.Generator().manual_seed(_stream_name(seed, prompt_index, number) >> 1)
     return torch.rand(count, generator=generator, dtype=torch.float64)
 
 
 def stream_seed(seed: int, prompt_index: int, number: int) -> int:
-    """The same stream for a sampler of its own: a seed in [0, 2³¹), where every sampler takes one."""
+    """Return the seed of one completion, in [0, 2³¹), for samplers with their own random generator."""
     return _stream_name(seed, prompt_index, number) >> 33
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """That of a turn of the completion that :func:`stream_seed` names; the first has the completion's own."""
+    """Return the seed of a turn, given a completion's :func:`stream_seed`, which is also that of turn 0."""
     return _stream_name(seed, turn, 0) >> 33 if turn else seed
 
 
 def _stream_name(seed: int, prompt_index: int, number: int) -> int:
-    """64 well-mixed bits."""
+    """Hash the identity of a completion to 64 bits."""
     name = hashlib.blake2b(f"{seed}/{prompt_index}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(name, "little")
 
 
 def sample(logits: Tensor, draws: Tensor, *, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
-    """Inverse-CDF sampling.
+    """Sample one token per row by inverting the CDF.
 
     Args:
         logits: [B, V] fp32.
         draws: [B] in [0, 1).
-        temperature: 0 takes the likeliest token, with log-prob 0.
-        top_p: keep the likeliest tokens until their probability reaches top_p, and renormalise.
+        temperature: 0 selects the likeliest token, with log-prob 0.
+        top_p: keep the likeliest tokens until their total probability reaches top_p, and renormalise.
 
     Returns:
-        tokens [B], and their log-probs [B] under the distribution sampled from, in nats.
+        tokens [B], and their log-probs [B] in nats under the sampling distribution.
     """
     if temperature == 0:
         return logits.argmax(-1), logits.new_zeros(logits.shape[0])
@@ -67,20 +64,20 @@ def sample(logits: Tensor, draws: Tensor, *, temperature: float, top_p: float) -
         cut = torch.zeros_like(log_probs, dtype=torch.bool).scatter_(-1, order, before >= top_p)
         log_probs = torch.log_softmax(log_probs.masked_fill(cut, float("-inf")), dim=-1)
     cumulative = log_probs.double().exp().cumsum(-1)
-    # Rounding may leave the last sum below 1: scale the draw, so that it always falls on a token.
+    # Rounding may leave the last sum below 1. Scale the draw so that it always selects a token.
     target = draws.to(cumulative)[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
 
 
-_BLOCK = 64  # tokens that are looked through together
+_BLOCK = 64  # tokens decoded and searched together
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_REST = 3  # of a character that is cut in two: bytes, and so tokens and U+FFFD, at most
+_REST = 3  # a cut character leaves at most 3 bytes, and so at most 3 tokens and 3 U+FFFD
 
 
 def completes_stop(token_ids: Sequence[int], params: SamplingParams) -> bool:
-    """True if the last token of a response completes a stop string, where no token before it did. There is at
-    least one token; no string of ``params`` is empty or has U+FFFD in it."""
+    """Return True if the last token completes a stop string, given that no earlier one did. ``token_ids`` is
+    not empty, and no stop string is empty or contains U+FFFD."""
     if not params.stop:
         return False
     assert params.decode is not None
@@ -88,8 +85,8 @@ def completes_stop(token_ids: Sequence[int], params: SamplingParams) -> bool:
 
 
 def kept(token_ids: Sequence[int], params: SamplingParams) -> int | None:
-    """The number of tokens that are left when a response ends with the first that completes a stop string;
-    None if none does. Arguments as of :func:`completes_stop`."""
+    """Return the length of the response when cut after the first token that completes a stop string; None if
+    there is none. Arguments as for :func:`completes_stop`."""
     if not params.stop:
         return None
     decode, strings = params.decode, params.stop
@@ -98,7 +95,7 @@ def kept(token_ids: Sequence[int], params: SamplingParams) -> int | None:
     while first < len(token_ids):
         start, _ = _tail(token_ids, first + 1, decode, strings)
         end, text = _block(token_ids, start, first + _BLOCK, decode)
-        # Decoders that fall back to bytes take characters back when a byte that is none follows.
+        # With byte fallback, a later invalid byte turns decoded characters into U+FFFD and hides a match.
         if _REPLACEMENT in text or _contains(text, strings):
             for count in range(first + 1, end + 1):
                 if _completes(token_ids, count, decode, strings):
@@ -117,16 +114,16 @@ def _contains(text: str, strings: Sequence[str]) -> bool:
 
 
 def _tail(token_ids: Sequence[int], count: int, decode: Decode, strings: Sequence[str]) -> tuple[int, str]:
-    """The last of ``count`` tokens that have all of a string which the last one completes: from which on, and
-    their text."""
+    """Return start and text of an end of the first ``count`` tokens that contains any stop string completed
+    by the last of them."""
     longest = max(map(len, strings))
-    # Some more: at the front may be the rest of a character, or miss a space, which SentencePiece takes off.
+    # A margin: the text may begin with the rest of a character, or lack a space that SentencePiece strips.
     needed = len(decode(token_ids[count - 1 : count])) + longest - 1 + _REST
     size = longest + _REST
     while True:
         start, text = _from_whole(token_ids, max(count - size, 0), count, decode)
-        # Most tokens have more than one character; some have none, or a part of one. Of a character whose end
-        # is still to come, and of what stands before it, each byte may count as one.
+        # A token may have several characters, none, or part of one. An incomplete character, and with byte
+        # fallback also those before it, decodes to up to one U+FFFD per byte, so four count as one.
         replaced = text.count(_REPLACEMENT)
         if start == 0 or len(text) - replaced + replaced // (_REST + 1) >= needed:
             return start, text
@@ -134,10 +131,8 @@ def _tail(token_ids: Sequence[int], count: int, decode: Decode, strings: Sequenc
 
 
 def _from_whole(token_ids: Sequence[int], first: int, count: int, decode: Decode) -> tuple[int, str]:
-    """``first``, or where the character begins that is cut in two there; and the text from there on.
-
-    Decoders that fall back to bytes replace all that stand together if some are not a character.
-    """
+    """Return ``first``, moved back to the start of a character cut there, and the text from there on. With
+    byte fallback, a whole run of bytes becomes U+FFFD if some of them are invalid."""
     for start in range(first, max(first - _REST, 0) - 1, -1):
         text = decode(token_ids[start:count])
         if not text.startswith(_REPLACEMENT):
@@ -146,7 +141,7 @@ def _from_whole(token_ids: Sequence[int], first: int, count: int, decode: Decode
 
 
 def _block(token_ids: Sequence[int], start: int, count: int, decode: Decode) -> tuple[int, str]:
-    """``count``, or where the character ends that is cut in two there; and the text from ``start`` on."""
+    """Return ``count``, moved to the end of a character cut there, and the text from ``start`` to there."""
     for end in range(count, count + _REST + 1):
         text = decode(token_ids[start:end])
         if _REPLACEMENT not in text:

@@ -1,7 +1,6 @@
-"""A completion while it is written: the policy's turns, and what an environment inserts between them.
+"""A completion in progress: the policy's turns, and the tokens that an environment inserts between them.
 
-Tokens are only ever added. What a policy wrote is never written again through a tokenizer, whose tokens might
-be others.
+Tokens are only appended. The policy's tokens are never decoded and encoded again, which might change them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from megatron_fspo.types import Completion, Prompt, Reply, SamplingParams, Versi
 
 @dataclass(eq=False)
 class Trajectory:
-    """Both engines write it: one token after the other, or a turn at a time by :meth:`add`."""
+    """State of a completion. Engines append single tokens, or whole turns with :meth:`add`."""
 
     prompt: Prompt
     params: SamplingParams
@@ -23,15 +22,15 @@ class Trajectory:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None
-    """None: the policy writes, or the environment is asked."""
+    """None: the policy is writing, or the environment has to reply."""
     turn_start: int = 0
-    """Where the turn under way, or the last one, begins."""
+    """Start of the current or last turn in ``token_ids``."""
     context: tuple[int, ...] = ()
-    """The tokens that the row under way begins with: the prompt's, or those of a reply that restarts."""
+    """First tokens of the current row: the prompt, or a reply that restarted the context."""
     row_start: int = 0
-    """Where the row's further tokens begin."""
+    """Start of the row's further tokens in ``token_ids``."""
     row_starts: list[int] = field(default_factory=list)
-    """Of :class:`~megatron_fspo.types.Completion`."""
+    """See :class:`~megatron_fspo.types.Completion`."""
     _written: list[range] = field(default_factory=list)
     _spans: list[VersionSpan] = field(default_factory=list)
     _failures: int = 0
@@ -44,23 +43,23 @@ class Trajectory:
 
     @property
     def read(self) -> tuple[int, ...]:
-        """The tokens that the next one follows."""
+        """All tokens of the current row: the context of the next token."""
         return (*self.context, *self.token_ids[self.row_start :])
 
     @property
     def turn_limit(self) -> int:
-        """Tokens that the turn may have; 0 or less: there is no room for one."""
+        """Maximum length of the current turn in tokens; 0 or less: there is no room for a turn."""
         params, before = self.params, len(self.context) + self.turn_start - self.row_start
         room = params.max_tokens if params.context_tokens is None else params.context_tokens - before
         return min(params.max_tokens - self.turn_start, room, params.turn_tokens or params.max_tokens)
 
     @property
     def turns(self) -> list[Sequence[int]]:
-        """Token ids of the turns that have ended."""
+        """Token ids of the completed turns."""
         return [self.token_ids[turn.start : turn.stop] for turn in self._written]
 
     def end_turn(self, reason: Literal["stop", "length"]) -> bool:
-        """End the turn under way; returns True where an environment is to be asked, for :meth:`take`."""
+        """End the current turn. Return True if the environment has to reply, for :meth:`take`."""
         self._written.append(range(self.turn_start, len(self.token_ids)))
         if reason == "stop" and self.params.environment is not None:
             return True
@@ -68,7 +67,7 @@ class Trajectory:
         return False
 
     def add(self, turn: Completion) -> bool:
-        """Add a turn, sampled as a completion of all before it; returns what :meth:`end_turn` does."""
+        """Append a turn that was sampled as a completion of :attr:`read`. Return as :meth:`end_turn`."""
         start = len(self.token_ids)
         self.token_ids += turn.token_ids
         self.log_probs += turn.log_probs
@@ -79,7 +78,7 @@ class Trajectory:
         return self.end_turn(turn.finish_reason)
 
     def take(self, reply: Reply) -> None:
-        """Insert what the environment replied, and begin the next turn; or end."""
+        """Insert the environment's reply and begin the next turn, or end the trajectory."""
         self._failures += reply.failed
         self._seconds += reply.seconds
         if reply.token_ids is None:
@@ -92,18 +91,18 @@ class Trajectory:
         self.turn_start = len(self.token_ids)
         if reply.restarts:
             self.context, self.row_start = reply.token_ids, self.turn_start
-        if self.turn_limit < 1 or len(self._written) == self.params.turns:  # nobody would read it
+        if self.turn_limit < 1 or len(self._written) == self.params.turns:  # no turn would read it
             self.finish_reason = "length"
             del self.token_ids[start:], self.log_probs[start:]
         elif reply.restarts:
             self.row_starts.append(start)
 
     def completion(self, version: int | None = None) -> Completion:
-        """What was written, once there is a finish reason; all of it by weights of ``version``, if given."""
+        """Return the finished completion. ``version``: weight version of all its tokens, if given."""
         assert self.finish_reason is not None
         spans: list[VersionSpan] = []
         for span in self._spans:
-            last = spans[-1:]  # which goes on, or ends after what was inserted
+            last = spans[-1:]  # extended by the same version, else up to this span, over inserted tokens
             if last and last[0].version == span.version:
                 spans[-1] = replace(last[0], end=span.end)
                 continue

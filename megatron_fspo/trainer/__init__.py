@@ -1,1 +1,1 @@
-"""The training run: its wiring, the loop that reads as the algorithm, evaluation, folder and logs."""
+"""The trainer: preparation, construction, training loop, and evaluation."""

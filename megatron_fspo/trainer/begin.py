@@ -1,4 +1,4 @@
-"""The begin of a step: prompts → responses → rewards → advantages → packs → old log-probs."""
+"""The first half of a step: prompts → responses → rewards → advantages → packs → old log-probs."""
 
 from __future__ import annotations
 
@@ -40,20 +40,16 @@ from megatron_fspo.trainer.sampling import (
 )
 
 MOST_ENDED = 0.05
-"""Share of grades that are 0 for want of a worker that lived, above which the run says so."""
+"""Share of rewards that are 0 because their grader worker ended, above which the run warns."""
 _SHOWN = 3
-"""Responses in the message of a step without spread."""
+"""Number of responses in the message about a step without spread."""
 _CHARACTERS = 80
-"""Length of a text in that message."""
+"""Number of characters of a text in that message."""
 
 
 def begin_step(run: Training) -> Step:
-    """Do all of a step up to its first optimizer step. Collective.
-
-    Raises:
-        StopRequested: the job was asked to stop before all this was done.
-        RewardError: the rewards of the rollout are no use.
-    """
+    """Run a step up to its first optimizer step. Raises ``StopRequested`` if a stop was requested meanwhile,
+    and ``RewardError`` if a reward failed or too many steps in a row had no spread. Collective."""
     responses, metrics = roll_out(run)
     if is_stopping(run):
         raise StopRequested("a stop was requested during the rollout")
@@ -65,8 +61,8 @@ def begin_step(run: Training) -> Step:
 
 
 def roll_out(run: Training) -> tuple[Rollout, dict[str, float]]:
-    """Responses to the next prompts, graded, with advantages; those of later steps, as far ahead as may be,
-    are asked for. Collective. The metrics are of all that were sampled, also where only some stay."""
+    """Return graded responses to the next prompts, with advantages, and the metrics of all sampled responses,
+    including those that dynamic sampling drops. Requests the responses of later steps. Collective."""
     options = run.inputs.config.rollout
     run.groups.control.meet("the first rank to write its records")
     responses = sampled = _responses(run, run.queue.take(run.step))
@@ -93,8 +89,8 @@ def roll_out(run: Training) -> tuple[Rollout, dict[str, float]]:
         run.log.remind(
             "reward/timeout_rate",
             run.step + 1,
-            f"{ended:.1%} of the rewards are 0 because a grader worker hit its limits or died twice: see "
-            "reward.seconds, reward.memory_gb and whether the machine is short of memory",
+            f"{ended:.1%} of the rewards are 0 because a grader worker hit its limits or died twice: check "
+            "reward.seconds, reward.memory_gb and the machine's free memory",
         )
     check_spread(run, sampled)
     run.queue.ask(run.step)
@@ -110,12 +106,12 @@ def _responses(run: Training, batch: Batch) -> Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class Filled:
-    """The batch of a step, and what it was chosen from by dynamic sampling (DAPO, arXiv 2503.14476).
+    """The batch of a step that dynamic sampling (DAPO, arXiv 2503.14476) chose from several rounds.
 
     Groups whose rewards are all equal have no gradient. They are replaced by groups of further prompts,
-    sampled in rounds by the present weights, until the batch is full or the rounds are used up. Groups are
-    taken in the order of their prompts, and every round is waited for to its last response, so that speed
-    decides nothing. Lengths of lists, and which advantages are 0, are the same on every rank: all agree.
+    sampled in rounds by the current weights, until the batch is full or the rounds are used up. Groups are
+    taken in the order of their prompts, after all responses of a round are complete, so that the choice does
+    not depend on speed. All ranks make the same choice.
     """
 
     batch: Rollout
@@ -130,9 +126,9 @@ class Filled:
         return int((~self.batch.spread).sum())
 
     def metrics(self) -> dict[str, float]:
-        """Under ``rollout/dynamic/``: ``rounds`` and ``prompts_sampled``, the first round included; of their
-        groups ``groups_dropped`` for want of spread and ``groups_surplus``, with spread but too late;
-        ``unfilled``, groups of the batch without spread; and rewards and lengths of the batch."""
+        """Return metrics under ``rollout/dynamic/``. ``rounds`` and ``prompts_sampled`` include the first
+        round; ``groups_dropped`` had no spread; ``groups_surplus`` had, but the batch was full; ``unfilled``
+        are groups of the batch without spread; rewards and lengths are means over the batch."""
         spread, kept = int(self.sampled.spread.sum()), int(self.batch.spread.sum())
         sampled = len(self.sampled.prompts)
         numbers = {
@@ -148,40 +144,36 @@ class Filled:
 
 
 def fill(first: Rollout, further: Callable[[int, int], Rollout], *, max_rounds: int) -> Filled:
-    """Sample further prompts until as many groups as the first round has have a spread. Collective.
+    """Sample further prompts until the batch, of the first round's size, has only groups with spread.
+    Collective.
 
     Args:
         first: the first round.
-        further: ``(number, prompts)`` → responses to so many further prompts, with their advantages. Numbers
-            count from 1. Collective.
-        max_rounds: at most, the first included. If they do not suffice, groups without spread stay in the
-            batch: its size, and so N and the number of optimizer steps, is the same in every step.
+        further: ``(round number from 1, number of prompts)`` → responses with advantages. Collective.
+        max_rounds: maximum number of rounds, including the first. If they do not suffice, groups without
+            spread stay in the batch, so that its size is the same in every step.
     """
     size = len(first.prompts)
     rounds, full, sampled = [first], int(first.spread.sum()), size
     while full < size and len(rounds) < max_rounds:
-        # As many as will give the missing ones, if spread is as frequent as so far.
+        # Enough to fill the batch if the share of groups with spread stays the same.
         count = min(size, -(-(size - full) * sampled // full)) if full else size
         rounds.append(further(len(rounds), count))
         full += int(rounds[-1].spread.sum())
         sampled += count
     together = join(rounds)
     spread = together.spread.tolist()
-    # The first ones with spread; if they are too few, also the first ones without: among the others, and not
-    # in one mini-batch.
+    # If too few groups have spread, add the first ones without; in prompt order, to mix the mini-batches.
     chosen = sorted(range(sampled), key=lambda group: not spread[group])[:size]
     return Filled(batch=select(together, sorted(chosen)), sampled=together, rounds=len(rounds))
 
 
 def check_spread(run: Training, sampled: Rollout) -> None:
-    """Tell of a step in which no two responses to a prompt have different rewards, with a few responses.
-    Collective.
+    """Warn, with a few responses, if all advantages of the step are 0. Raises ``RewardError`` on every rank
+    after ``reward.max_steps_without_spread`` such steps in a row. Collective.
 
-    Most often the reward is to blame: one that wants the bare answer, of a policy that explains it, gives 0
-    to everything, for days. ``sampled`` includes the responses that dynamic sampling left out.
-
-    Raises:
-        RewardError: it is one too many in a row (``reward.max_steps_without_spread``); on every rank.
+    The usual cause is the reward function: if it expects the bare answer but the policy explains it, all
+    rewards are 0. ``sampled`` includes the responses that dynamic sampling dropped.
     """
     if sampled.spread.any():
         return
@@ -193,7 +185,7 @@ def check_spread(run: Training, sampled: Rollout) -> None:
     else:
         what = f"no two of a prompt's {sampled.samples} rewards differ (they are {lowest:g} to {highest:g})"
     lines = [f"step {run.step + 1}: {what}: nothing to learn from (steps in a row: {count})"]
-    # Of those that this rank holds, of as many prompts as there are.
+    # Responses that this rank holds, each to another prompt as far as possible.
     for number in sorted(sampled.held, key=lambda number: (number % sampled.samples, number))[:_SHOWN]:
         prompt = sampled.prompts[number // sampled.samples]
         text = response_text(run.inputs, sampled.held[number])
@@ -205,26 +197,23 @@ def check_spread(run: Training, sampled: Rollout) -> None:
     limit = options.max_steps_without_spread
     if limit and count >= limit:
         good = newest_checkpoint(run.inputs.config, step=run.step + 1 - count)
-        before = f"{good} is from before them: to go on from it, remove those after it" if good else ""
+        before = f"{good} is from before them: to continue from it, remove the newer ones" if good else ""
         raise RewardError(
             f"reward {options.name!r}: {what}, and {count} steps in a row had nothing to learn from "
-            f"(reward.max_steps_without_spread = {limit}; 0: never an error). "
+            f"(reward.max_steps_without_spread = {limit}; 0 disables this error). "
             f"{before or 'No checkpoint is from before them'}"
         )
 
 
 def _short(text: str) -> str:
-    """A text on one line, with its beginning and its end, where an answer is."""
+    """Shorten a text to its beginning and its end, which usually has the answer, on one line."""
     half = _CHARACTERS // 2
     return repr(text if len(text) <= _CHARACTERS else f"{text[:half]} … {text[-half:]}")
 
 
 def with_packs(run: Training, responses: Rollout, metrics: dict[str, float]) -> Step:
-    """Return the step on these responses. Collective.
-
-    Its packs have the log-probs that S starts from, unless these equal the new ones; the weights of a
-    correction; and for a KL penalty the log-probs of the reference policy.
-    """
+    """Return a step with the packs of these responses. These have old log-probs, unless they equal the new
+    ones; the weights of a correction; and for a KL penalty the reference policy's log-probs. Collective."""
     config = run.inputs.config
     metrics |= staleness_metrics(responses, run.step, limit=config.rollout.max_staleness)
     routing = routing_of(config, run.inputs.arch)
@@ -232,7 +221,7 @@ def with_packs(run: Training, responses: Rollout, metrics: dict[str, float]) -> 
         config, responses, run.groups, run.layout, routing=routing, layers=run.policy.layers
     )
     step = Step(
-        rollout=replace(responses, held={}, grades={}),  # the tokens are in packs, the grades counted
+        rollout=replace(responses, held={}, grades={}),  # frees memory: tokens are in the packs
         packs=packs,
         sizes=sizes,
         metrics=metrics,
@@ -246,7 +235,7 @@ def with_packs(run: Training, responses: Rollout, metrics: dict[str, float]) -> 
     elif needs_old_pass(config):
         score_old(run, step)
     if config.loss.kl_coef:
-        # Without its adapters the policy is the base; else the reference is a second model.
+        # With LoRA the reference is the policy without its adapters; otherwise it is a second model.
         with (
             run.log.phase("ref", len(packs), "pack", run.timings) as progress,
             without_adapters(run.policy.chunks),
@@ -258,11 +247,8 @@ def with_packs(run: Training, responses: Rollout, metrics: dict[str, float]) -> 
 
 
 def needs_old_pass(config: Config) -> bool:
-    """Return True if the trainer scores the responses before the first update.
-
-    Before a single optimizer step old and new log-probs are the same. But a sampler apart from the trainer is
-    to be measured all the same, and a correction needs the measurement.
-    """
+    """Return True if the trainer scores the responses before the first update. With one optimizer step per
+    rollout this only serves to measure the mismatch with vLLM, or for a correction."""
     if config.rollout.old_log_probs == "sampled":
         return False
     several = config.batch.mini_batches * config.batch.epochs > 1
@@ -270,15 +256,13 @@ def needs_old_pass(config: Config) -> bool:
 
 
 def score_old(run: Training, step: Step) -> None:
-    """Log-probs before the first update, with the packs of the training pass; compared with the sampler's.
-
-    Gives the packs old log-probs and rollout weights, and the step the metrics of mismatch and correction.
-    """
+    """Score the step's packs before the first update, and compare the log-probs with the sampler's. Adds old
+    log-probs and rollout weights to the packs, and metrics of mismatch and correction. Collective."""
     with run.log.phase("old_log_prob", len(step.packs), "pack", run.timings) as progress:
         step.packs = old_pass(run, step)
         suspects = suspects_of(step.packs, step.packs.columns["old_log_probs"], run.groups)
         if drop_culprits(run, step, step.packs, suspects):
-            step.packs = old_pass(run, step)  # old and new pass see the same packs
+            step.packs = old_pass(run, step)  # again, so that old and new pass have the same packs
         progress(len(step.packs))
     alarm = make_alarm(run, step.rollout)
     mismatch = measure(step.packs, len(step.rollout), group=run.groups.dp_cp, also=alarm.add)
@@ -296,7 +280,7 @@ def score_old(run: Training, step: Step) -> None:
 
 
 def old_pass(run: Training, step: Step) -> Packs:
-    """The packs with log-probs and, of a mixture of experts, routes of a pass over them. Collective."""
+    """Score the packs; return them with old log-probs and, for a mixture of experts, routes. Collective."""
     scores, passes = score(run, step.packs, run.scoring)
     packs = step.packs.with_columns(old_log_probs=scores)
     if passes is None:
@@ -306,13 +290,13 @@ def old_pass(run: Training, step: Step) -> Packs:
 
 
 def score(run: Training, packs: Packs, scoring: Scoring) -> tuple[list[Tensor], RouterPasses | None]:
-    """Log-probs by the policy, with the sampler's routes where the run replays them. Collective."""
+    """Return the policy's log-probs, with the sampler's routes if the run replays them. Collective."""
     packs, passes = run.policy.with_routers(packs, replay=run.inputs.config.moe.replay == "rollout")
     return run.policy.score(packs, scoring), passes
 
 
 def make_alarm(run: Training, responses: Rollout) -> MismatchAlarm:
-    """Return the alarm for these responses, with the limit of the run's precision."""
+    """Return the alarm for these responses; its default limit depends on the precision."""
     rollout, parallel = run.inputs.config.rollout, run.inputs.config.parallel
     usual = FP8_LIMIT if run.inputs.config.fp8.recipe != "none" else LIMIT[run.inputs.dtype]
     return MismatchAlarm(
@@ -324,7 +308,7 @@ def make_alarm(run: Training, responses: Rollout) -> MismatchAlarm:
         rescore=lambda packs, temperature: score(run, packs, replace(run.scoring, temperature=temperature))[
             0
         ],
-        # The interleaved schedule takes micro-batches by the number of stages.
+        # The interleaved schedule needs a multiple of the pipeline size.
         probe=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
         groups=run.groups,
     )

@@ -1,4 +1,4 @@
-"""Wiring: from checked inputs to what a run consists of, new or resumed; evaluation shares some of it."""
+"""Builds the objects of a new or resumed run from its checked inputs; evaluation uses some of them."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ from megatron_fspo.weights import read_adapters
 from megatron_fspo.weights.folder import digest
 
 Draw = Callable[[Path], Mapping[str, str]]
-"""The folder of a run → name → the text of an ``<svg>``."""
+"""Function from the run folder to a mapping of names to the text of ``<svg>`` elements."""
 
 
 @dataclass(kw_only=True)
 class Training:
-    """A job under way."""
+    """A job in progress."""
 
     inputs: Inputs
     groups: ParallelGroups
     policy: Policy
     reference: Model | None
-    """The policy that a KL penalty pulls towards: ``model.checkpoint``, for good. None: the
-    policy without its adapters, or there is no penalty."""
+    """Reference policy of a KL penalty: always ``model.checkpoint``. None with LoRA (the reference is the
+    policy without adapters) or without a penalty."""
     engine: RolloutEngine
     grader: Grader | None
     """None on ranks that do not grade."""
@@ -70,36 +70,36 @@ class Training:
     layout: PackLayout
     loss: LossState
     norms: deque[float]
-    """Norms of the last gradients that were no spikes."""
+    """Norms of the last gradients that were not spikes."""
     skips_in_a_row: int
-    """Optimizer steps skipped, as spikes, since the last that was taken."""
+    """Optimizer steps skipped as spikes since the last one taken."""
     queue: RolloutQueue
     log: RunLog
     step: int
-    """Steps done. The weight version: one per step."""
+    """Number of steps done, which is also the weight version."""
     resumed: bool
-    """True if it goes on from a checkpoint."""
+    """True if the job continues from a checkpoint."""
     saved: int
-    """Steps after which ``--resume`` goes on: those of the newest checkpoint; 0 without one."""
+    """Number of steps in the newest checkpoint; 0 without one."""
     base: str | None = None
-    """Hash of the weights that adapters belong to."""
+    """Hash of the base weights of the adapters; None without LoRA."""
     fp8_modules: int = 0
-    """Matrices of the policy that multiply in FP8."""
+    """Number of the policy's matrices that multiply in FP8."""
     timings: dict[str, float] = field(default_factory=dict)
-    """Seconds of the phases of the step under way."""
+    """Seconds of each phase of the current step."""
     draw: Draw | None = None
-    """Makes pictures for the trackers, from the folder of the run."""
+    """Draws pictures of the run for the trackers."""
     slow_for: dict[int, int] = field(default_factory=dict)
-    """Rank → steps in a row in which it was slow; the same on all ranks."""
+    """Rank → number of consecutive steps in which it was slow; the same on all ranks."""
     saving: Saving | None = None
-    """The checkpoint whose files are being written."""
+    """The checkpoint that is being written."""
 
     def save(self, *, wait: bool, cursor: dict[str, Any] | None = None) -> None:
         """Write a checkpoint of the steps done; :meth:`end_save` gives it its name. Collective.
 
         Args:
-            wait: until its files are written, even with ``checkpoint.asynchronous``.
-            cursor: where the prompts stood, if not where they stand.
+            wait: wait until its files are written, even with ``checkpoint.asynchronous``.
+            cursor: state of the prompt cursor to save; default: the current state.
         """
         self.end_save(wait=True)
         self.engine.rest()
@@ -119,12 +119,12 @@ class Training:
         self.saved = self.step
 
     def end_save(self, *, wait: bool, prune: bool = True) -> None:
-        """Give the checkpoint being written, if there is one, its name; without ``wait`` only if all ranks
-        have written their files. To be called when the row of its step is in the log. Collective.
+        """Give the checkpoint that is being written, if any, its name if all ranks have written their files.
+        Call this after the metrics of its step are in the log. Collective.
 
         Args:
-            wait: until all ranks have written their files.
-            prune: remove old checkpoints then. Not where the run fails: they may be from before the trouble.
+            wait: wait until all ranks have written their files.
+            prune: then remove old checkpoints. Set to False if the run fails: they may predate the problem.
         """
         if self.saving is not None and self.saving.finish(wait=wait):
             self.saving = None
@@ -135,12 +135,12 @@ class Training:
 def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = False) -> Training:
     """Start the process groups, build the policy and load its weights. Collective.
 
-    What is in the folder of the run changes only when all else has gone well.
+    The run folder is modified last, after everything else has succeeded.
 
     Args:
-        inputs: of :func:`~megatron_fspo.trainer.prepare.prepare`.
-        checkpoints: of the run, oldest first, to go on from the newest; none for a run that starts.
-        older: go on from the newest that can be read.
+        inputs: result of :func:`~megatron_fspo.trainer.prepare.prepare`.
+        checkpoints: checkpoints of the run, oldest first; none for a new run. The newest is loaded.
+        older: if the newest cannot be read, load the newest that can.
     """
     config = inputs.config
     groups = start(inputs.backend, parallel=config.parallel, seed=config.run.seed)
@@ -201,7 +201,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
 
 
 def _base(inputs: Inputs) -> str | None:
-    """The hash of all weights of ``model.checkpoint``, where adapters are trained; the first rank reads them.
+    """Return the hash of all weights of ``model.checkpoint``, which the first rank reads; None without LoRA.
     Collective."""
     if inputs.arch.adapters is None:
         return None
@@ -217,11 +217,8 @@ def _base(inputs: Inputs) -> str | None:
 def _load(
     inputs: Inputs, policy: Policy, base: str | None, checkpoints: Sequence[Path], *, older: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """Load the policy of a new run, or the newest checkpoint: as :func:`_load_newest`. Collective.
-
-    Raises:
-        InputError: on every rank; also where adapters belong to other weights than ``base``.
-    """
+    """Load the weights of a new run, or a checkpoint; return and raise the same as :func:`_load_newest`. Also
+    raises ``InputError`` on every rank if the checkpoint's adapters have another base. Collective."""
     config = inputs.config
     if not checkpoints or inputs.arch.adapters:
         load_hf(policy, config.model.checkpoint, seed=config.run.seed)
@@ -234,8 +231,8 @@ def _load(
     state, damaged = _load_newest(policy, checkpoints, older=older)
     if state.get("base") != base:
         raise InputError(
-            f"{checkpoints[-1]} is of adapters to weights that {config.model.checkpoint} lacks, or of "
-            "a run without: model.checkpoint and lora.rank must be those of the run"
+            f"{checkpoints[-1]} has adapters for weights other than {config.model.checkpoint}, or the run "
+            "has another lora.rank: resume with the model.checkpoint and lora.rank of the run's config.toml"
         )
     return state, damaged
 
@@ -243,12 +240,8 @@ def _load(
 def _load_newest(
     policy: Policy, checkpoints: Sequence[Path], *, older: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """Load the newest checkpoint, or with ``older`` the newest that can be read; returns its state, and what
-    is wrong with those after it, newest first. Collective.
-
-    Raises:
-        InputError: on every rank; the newest cannot be read, and no other may be taken or can be.
-    """
+    """Load the newest checkpoint, or with ``older`` the newest that can be read; return its state, and the
+    problems of newer ones, newest first. Raises ``InputError`` on every rank if it fails. Collective."""
     problems: list[str] = []
     for checkpoint in reversed(checkpoints):
         try:
@@ -260,18 +253,16 @@ def _load_newest(
     if older or len(checkpoints) == 1:
         raise InputError(problems[0])
     raise InputError(
-        f"{problems[0]}. The checkpoint before it is {checkpoints[-2]}: go on from there with --resume auto"
+        f"{problems[0]}. The checkpoint before it is {checkpoints[-2]}: use --resume auto to continue from it"
     )
 
 
 def _open_folder(
     inputs: Inputs, step: int | None, checkpoints: Sequence[Path], damaged: Sequence[str]
 ) -> RunLog:
-    """The log of a run that can go on: the first rank writes into the folder from here on.
-
-    ``step`` is that of the checkpoint that the run goes on from; None for one that starts. Of the
-    ``checkpoints``, oldest first, ``damaged`` says what is wrong with the newest, newest first.
-    """
+    """Open the log; the first rank also updates the run folder, and renames damaged checkpoints. ``step`` is
+    that of the loaded checkpoint; None for a new run. ``damaged`` has the problems of the newest of the
+    ``checkpoints``, newest first."""
     config = inputs.config
     if dist.get_rank() != 0:
         return RunLog(config, writer=False, resume_step=step)
@@ -280,7 +271,7 @@ def _open_folder(
     log = RunLog(config, writer=True, resume_step=step)
     write_config(config)
     for checkpoint, problem in zip(reversed(checkpoints), damaged, strict=False):
-        log.say(f"{problem}. It is now {put_aside(checkpoint).name}, and the run goes on from the one before")
+        log.say(f"{problem}. Renamed it to {put_aside(checkpoint).name}; continuing from the one before it")
     for note in config.loss.notes(
         steps=config.run.steps,
         updates=config.batch.mini_batches * config.batch.epochs,
@@ -288,7 +279,7 @@ def _open_folder(
         warmup_updates=config.optimizer.warmup_steps,
     ):
         log.warn_once(note, note)
-    _prune(config, log, step or 0)  # a killed run may not have come to its end
+    _prune(config, log, step or 0)  # a killed run may have left old checkpoints
     for change in changes:
         log.say(f"config changed since the run began: {change}")
     for note in inputs.notes:
@@ -297,14 +288,14 @@ def _open_folder(
 
 
 def _prune(config: Config, log: RunLog, step: int) -> None:
-    """Remove old checkpoints, but not the last one from before steps that had nothing to learn from."""
+    """Remove old checkpoints, but keep the newest from before the current streak of steps without spread."""
     stays = remove_old_checkpoints(config, good_step=step - log.steps_without_spread())
     for path, problem in stays.items():
-        log.warn_once(f"{path.name} stays", f"{path} cannot be removed ({problem}): remove it by hand")
+        log.warn_once(f"{path.name} stays", f"{path} cannot be removed ({problem}): remove it manually")
 
 
 def load_model(inputs: Inputs, groups: ParallelGroups) -> Model:
-    """``model.checkpoint`` in the policy's layout, without gradients or an optimizer. Collective."""
+    """Load ``model.checkpoint`` in the policy's layout, without gradients or optimizer. Collective."""
     config = inputs.config
     model = Model(
         replace(inputs.arch, adapters=None),
@@ -319,13 +310,12 @@ def load_model(inputs: Inputs, groups: ParallelGroups) -> Model:
 
 
 def open_servers(inputs: Inputs, groups: ParallelGroups, *, trains: bool = False) -> Leader | None:
-    """On the first rank, what talks to the servers. To be called before a model is built: servers on the
-    trainer's GPUs give up their memory. With ``trains`` all must be able to do what training needs.
-    Collective.
+    """Return the client of the vLLM servers on the first rank, else None. Call this before building a model:
+    servers on the trainer's GPUs release their memory. Collective.
 
     Raises:
-        TrainingError: one did not give it up.
-        InputError: one cannot.
+        TrainingError: a server did not release its memory.
+        InputError: a server cannot release it or, with ``trains``, does not support the run's training.
     """
     config, leader = inputs.config, None
     if config.rollout.engine != "vllm":
@@ -334,13 +324,13 @@ def open_servers(inputs: Inputs, groups: ParallelGroups, *, trains: bool = False
         leader = connect(config.vllm, inputs.arch.vocab_size)
         needs = needs_of(config) if trains else Needs()
         leader.loop.run(settle(leader, needs, colocated=config.vllm.colocated))
-    groups.control.meet("the servers to give up their memory")
+    groups.control.meet("the servers to release their memory")
     return leader
 
 
 def build_engine(inputs: Inputs, model: Model, servers: Leader | None, *others: Model) -> RolloutEngine:
-    """The sampler that ``rollout.engine`` names, of this model; ``others`` are models that only training
-    needs. ``servers`` are those of :func:`open_servers`."""
+    """Return the sampler that ``rollout.engine`` names, for this model. ``others`` are models to offload
+    together with it; ``servers`` is the result of :func:`open_servers`."""
     vocab_size, options = inputs.arch.vocab_size, inputs.config.vllm
     if inputs.config.rollout.engine == "embedded":
         decoder = Decoder(model.chunks, model.groups, vocab_size=vocab_size)
@@ -362,11 +352,8 @@ def build_engine(inputs: Inputs, model: Model, servers: Leader | None, *others: 
 
 
 def canary_scores(model: Model, sequences: Sequence[Sequence[int]]) -> list[Tensor] | None:
-    """Per sequence of n tokens the log-probs [n - 1] of all but the first, on the first rank. Collective.
-
-    In bfloat16 also where training multiplies in FP8: what is to be proven is that weights are equal, and
-    noise would cover small differences.
-    """
+    """Return the log-probs [n - 1] of each sequence's tokens but the first, on the first rank. FP8 is off,
+    because its noise could hide small differences of weights between trainer and server. Collective."""
     scoring = Scoring(
         groups=model.groups, vocab_size=model.arch.vocab_size, temperature=1.0, head=model.backend.head
     )

@@ -1,8 +1,8 @@
-"""From the measured mismatch to gradient weights, by the rule of the ``correction`` section.
+"""Gradient weights from the measured mismatch, by the rule in the configuration's ``correction`` section.
 
-A dropped sequence stays in N with weight 0: the size of a step does not depend on how many were dropped. A
-response whose Δ is not finite is not weighted; its old log-probs become NaN, so that the loss drops, counts
-and names it as it does everything that is not finite.
+A dropped sequence keeps its place in N with weight 0, so the size of a step does not depend on the number of
+dropped sequences. The old log-probs of a response with a non-finite Δ become NaN, so that the loss drops,
+counts and names it like other non-finite ones.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from megatron_fspo.trainer.mismatch import Mismatch, per_sample, token_deltas
 
 Rule = TokenTIS | IcePop | SequenceTIS | SequenceMask | LengthFairGate
 LEAST_LEFT = 0.5
-"""Mean weight and effective sample size below which the user is warned."""
+"""Warn if the mean weight or the effective sample size (as a share) is below this."""
 
 
 def correct(
     correction: Rule, packs: Packs, mismatch: Mismatch, *, groups: ParallelGroups
 ) -> tuple[Packs, dict[str, float]]:
-    """Micro-batches with ``rollout_weights``, and the metrics of the correction. Collective.
+    """Return the packs with ``rollout_weights``, and the metrics of :func:`correction_metrics`. Collective.
 
-    What becomes of a response is decided on the job's first rank. (What becomes of a token is decided on the
-    rank that holds it; of tensor-parallel ranks the head takes the first one's word.)
+    The job's first rank computes the weights of responses. Weights of tokens are computed on the ranks that
+    hold the tokens; the head uses those of the first tensor-parallel rank.
 
-    ``packs`` are this rank's, with the old log-probs that ``mismatch`` was measured with. The metrics are
-    those of :func:`correction_metrics`.
+    ``packs`` are this rank's, with the old log-probs with which ``mismatch`` was measured.
     """
     everyone = (groups.dp_cp, groups.tp, groups.pp)
     mismatch = replace(mismatch, sums=of_first_rank(mismatch.sums, *everyone))
@@ -73,9 +72,9 @@ def correct(
 
 
 def weights_of(correction: Rule, deltas: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight of each unit, a token or a sequence; and bool where the rule acted: dropped it, or truncated its
-    weight. ``deltas`` are Δ [units], over a whole sequence where the rule is about sequences, with the
-    ``lengths`` [units] of these."""
+    """Return the weights of units (tokens or sequences, by rule), and bools: True where the rule dropped a
+    unit or truncated its weight. ``deltas`` [units] are Δ of tokens or its sums over sequences; ``lengths``
+    are those of the sequences."""
     match correction:
         case TokenTIS(cap=cap) | SequenceTIS(cap=cap):
             return truncated_weight(deltas, cap), deltas > math.log(cap)
@@ -91,18 +90,18 @@ def weights_of(correction: Rule, deltas: Tensor, lengths: Tensor) -> tuple[Tenso
 
 
 def correction_metrics(name: str, columns: Tensor, mismatch: Mismatch) -> dict[str, float]:
-    """Measure what the rule did, over all responses whose Δ is finite.
+    """Return the metrics of a correction, over all responses with a finite Δ.
 
     Args:
-        name: what it does to a unit (a sequence, or a token for ``token_tis``).
-        columns: [4, samples] of each response: units acted on; Σ w and Σ w² of their weights; units.
+        name: effect of the rule, such as ``dropped`` or ``truncated_tokens``, for the metric's name.
+        columns: [4, samples] for each response: units dropped or truncated; Σ w and Σ w²; number of units.
         mismatch: Δ of all responses.
 
     Returns:
-        ``rollout/correction_<name>``, the share of units, also ``/short`` and ``/long``, in the shorter and
-        the longer half of the responses (equal lengths share a half; NaN where there is none);
-        ``rollout/correction_weight_mean`` and ``rollout/correction_ess`` (:func:`effective_share`),
-        over units.
+        ``rollout/correction_<name>``, the share of units dropped or truncated, and its ``/short`` and
+        ``/long``, for the shorter and the longer half of the responses (equal lengths share a half; NaN for
+        an empty half); ``rollout/correction_weight_mean`` and ``rollout/correction_ess``
+        (:func:`effective_share`), over units.
     """
     columns, sums, lengths = columns.cpu(), mismatch.sums.cpu(), mismatch.lengths.cpu()
     counted = sums.isfinite() & (lengths > 0)
@@ -122,21 +121,16 @@ def correction_metrics(name: str, columns: Tensor, mismatch: Mismatch) -> dict[s
 
 
 def effective_share(weight: Tensor, square: Tensor, units: Tensor) -> float:
-    """Effective sample size of weighted units, as a share of them: (Σ w)² / (N Σ w²), Kish's formula.
-
-    1 where all weights are equal, however small; 1/N where one unit has all the weight; 0 where all weights
-    are 0; NaN without units. Σ w, Σ w² and N are scalars, over all ranks.
-    """
+    """Return the effective sample size as a share of N: (Σ w)² / (N Σ w²), Kish's formula; 0 if all weights
+    are 0, NaN without units. ``weight``, ``square`` and ``units`` are Σ w, Σ w² and N over all ranks."""
     if units > 0 and square == 0:
         return 0.0
     return (weight.square() / (units * square)).item()
 
 
 def little_is_left(correction: Rule, metrics: Mapping[str, float]) -> str | None:
-    """Return a warning, with the remedy, where the rule leaves less than half of a batch to learn from.
-
-    ``metrics`` are those of :func:`correct` and of the mismatch it corrected; the same on every rank.
-    """
+    """Return a warning with a remedy if mean weight or effective sample size is below :data:`LEAST_LEFT`;
+    otherwise None. ``metrics`` are those of :func:`correct` and of the mismatch."""
     mean, ess = metrics["rollout/correction_weight_mean"], metrics["rollout/correction_ess"]
     if not (mean < LEAST_LEFT or ess < LEAST_LEFT):
         return None
@@ -145,21 +139,21 @@ def little_is_left(correction: Rule, metrics: Mapping[str, float]) -> str | None
     gate = f"correction.c = {4 * sigma:.2g}, four times that sigma"
     if isinstance(correction, TokenTIS | IcePop):
         unit = "tokens"
-        remedy = "No noise does this to single tokens: the weights or log-probs of the sampler are others"
+        remedy = "Noise does not do this to single tokens: the sampler's weights or log-probs are wrong"
     elif isinstance(correction, LengthFairGate):
-        remedy = f"Noise alone passes with {gate}"
+        remedy = f"To accept responses that differ by noise alone, set {gate}"
     else:
         remedy = (
-            "Noise that grows as the root of the length costs long responses the most: "
-            f"correction.name = length_fair_gate ({gate}) and token_tis treat every length alike"
+            "Noise grows as the root of the length and so affects long responses most: "
+            f"correction.name = length_fair_gate ({gate}) and token_tis treat all lengths alike"
         )
     return (
-        f"correction.name = {correction.name} leaves {unit} a mean weight of {mean:.2g}, and an effective "
+        f"correction.name = {correction.name} gives {unit} a mean weight of {mean:.2g} and an effective "
         f"sample size of {ess:.0%} of their number (rollout/mismatch_sigma {sigma:.2g}, "
         f"rollout/mismatch_outliers {metrics['rollout/mismatch_outliers']:.1%}). {remedy}"
     )
 
 
 def _per_token(values: Tensor, batch: MicroBatch) -> Tensor:
-    """[n] → [t]; 0 (or False) for tokens that belong to nobody."""
+    """Expand values [n] of sequences to tokens [t]; 0 (or False) for tokens outside any sequence."""
     return torch.cat([values, values.new_zeros(1)]).index_select(0, batch.segment)

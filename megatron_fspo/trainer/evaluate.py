@@ -1,9 +1,9 @@
-"""Accuracy on the validation prompts, in training and by itself: mean@k, pass@k and maj@k, with intervals.
+"""Accuracy on the validation prompts, in training and standalone: mean@k, pass@k and maj@k, with intervals.
 
-Responses are asked for in portions that follow from the configuration alone. With the embedded engine a
-portion is one batch per data-parallel rank, so what shares a batch, and with it the rounding, does not depend
-on what was there before: an interrupted evaluation goes on to the same results. All portions are submitted at
-once; vLLM's servers work through them without a pause, while those that are done are graded and written.
+Responses are requested in portions that depend on the configuration only. With the embedded engine a portion
+is one batch per data-parallel rank, so an interrupted evaluation continues with the same batches, and hence
+the same rounding and results. All portions are submitted at once, so that vLLM servers never idle while
+finished portions are graded and written.
 """
 
 from __future__ import annotations
@@ -27,51 +27,51 @@ from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.trainer.sampling import ask, collect_and_grade, response_text, sampling_params
 from megatron_fspo.types import Completion, Prompt
 
-# Evaluation has streams of its own: the same before and after training, never those of a rollout.
+# Evaluations use the same random streams before and after training, and never those of a rollout.
 _SEED_OFFSET = 1_000_003
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Accuracy, and what it was made of."""
+    """Metrics of an evaluation, and some of its responses."""
 
     metrics: dict[str, float]
-    """By set ``val/<set>/``: ``mean@k`` with the ends of its interval, ``pass@j`` for j = 1, 2, 4, … k,
+    """Under ``val/<set>/``: ``mean@k`` with the ends of its interval, ``pass@j`` for j = 1, 2, 4, … k,
     ``maj@k``, the mean response length, and the share of truncated responses. On every rank."""
     responses: list[dict[str, Any]]
-    """The first ``log.responses``, one per prompt first, then the second of each, and so on: prompt,
-    response, answer, reward, token ids and their log-probs. On the first rank."""
+    """The first ``log.responses`` rows (first responses to all prompts, then second ones, and so on): prompt,
+    response, answer, reward, token ids, log-probs, and more. Empty except on the first rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Portion:
-    """Prompts of one set that are asked for together."""
+    """Prompts of one set whose responses are requested together."""
 
     dataset: str
     prompts: tuple[Prompt, ...]
     samples: int
-    """Responses to each."""
+    """Responses per prompt."""
 
     @property
     def keys(self) -> list[Key]:
-        """Its completions, in the order of the records."""
+        """The keys of its completions, in the order of the records."""
         return [(self.dataset, prompt.index, n) for prompt in self.prompts for n in range(self.samples)]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A completion on its way to the first rank, where its answer is added: a rank that grades need not hold
-    the tokens."""
+    """A completion's record for the first rank, which adds the answer: the rank that graded a completion may
+    not hold its tokens."""
 
     number: int
-    """Its number among the completions of the portion."""
+    """Index of the completion in the portion."""
     record: Record
     row: tuple[int, dict[str, Any]] | None
-    """The row in ``samples.jsonl`` of a run, after its number there; None where it is not kept."""
+    """Row number in the run's ``samples.jsonl``, and the row; None if it is not kept there."""
 
 
 def sets_of(inputs: Inputs) -> dict[str, list[Prompt]]:
-    """The validation prompts by set, in their order."""
+    """Return set name → its validation prompts, in their order."""
     sets: dict[str, list[Prompt]] = {}
     for prompt in inputs.validation:
         sets.setdefault(prompt.dataset, []).append(prompt)
@@ -79,8 +79,7 @@ def sets_of(inputs: Inputs) -> dict[str, list[Prompt]]:
 
 
 def portions(inputs: Inputs, data_ranks: int) -> list[Portion]:
-    """Cut the sets into what is asked for together: as many prompts as fill one batch of the engine on every
-    data-parallel rank."""
+    """Split the sets into portions that fill one batch of the embedded engine on every data-parallel rank."""
     config = inputs.config
     every = []
     for name, prompts in sets_of(inputs).items():
@@ -93,7 +92,7 @@ def portions(inputs: Inputs, data_ranks: int) -> list[Portion]:
 
 
 def responses_of(inputs: Inputs) -> int:
-    """Count the responses that an evaluation asks for, over all ranks."""
+    """Return the number of responses of an evaluation, over all ranks."""
     samples = inputs.config.evaluation_samples
     return sum(samples[prompt.dataset] for prompt in inputs.validation)
 
@@ -105,10 +104,10 @@ def evaluate(
     grader: Grader | None,
     progress: Callable[[int], None] | None = None,
 ) -> Evaluation:
-    """Sample as many responses per validation prompt as its set wants, and grade them. Collective.
+    """Sample and grade the configured number of responses to each validation prompt. Collective.
 
-    ``grader`` is that of :func:`~megatron_fspo.trainer.sampling.make_grader`; ``progress`` is called with the
-    number of responses that have just finished.
+    ``grader`` comes from :func:`~megatron_fspo.trainer.sampling.make_grader`; ``progress`` is called with the
+    number of newly finished responses.
     """
     graded = sample_and_grade(inputs, engine, groups, grader, progress)
     samples = inputs.config.evaluation_samples
@@ -125,12 +124,8 @@ def sample_and_grade(
     progress: Callable[[int], None] | None,
     file: RecordFile | None = None,
 ) -> list[Entry]:
-    """Sample and grade all portions, or those that ``file`` lacks: on the first rank it takes what is done,
-    portion by portion. Collective.
-
-    Returns:
-        on the first rank every completion, without its text; where there is a file, nothing.
-    """
+    """Sample and grade all portions; return all entries, without the texts of responses, on the first rank.
+    With a ``file`` on the first rank, only append to it the portions that it lacks. Collective."""
     first = agreed(file.done if file is not None else 0, groups)
     left = portions(inputs, groups.dp.size())[first:]
     config = inputs.config
@@ -139,8 +134,7 @@ def sample_and_grade(
         (one, ask(inputs, engine, groups, grader, one.prompts, replace(params, n=one.samples)))
         for one in left
     )
-    # By prompt and number, the row of ``samples.jsonl`` that a response is, of those kept there: the first to
-    # every prompt, then the second, and so on.
+    # (prompt, response number) → row in samples.jsonl: first responses to all prompts, then second ones, …
     samples = config.evaluation_samples
     order = (
         (prompt.index, number)
@@ -151,7 +145,7 @@ def sample_and_grade(
     turns = {key: turn for turn, key in enumerate(islice(order, config.log.responses))}
     done: list[Entry] = []
     while asked:
-        portion, batch = asked.popleft()  # and with it go its tokens
+        portion, batch = asked.popleft()  # drop the reference, so that its tokens are freed
         rollout = collect_and_grade(inputs, groups, batch, progress)
         graded = _gathered(_entries(inputs, portion, rollout, turns), rollout, groups)
         if file is not None:
@@ -164,7 +158,7 @@ def sample_and_grade(
 def _entries(
     inputs: Inputs, portion: Portion, rollout: Rollout, turns: Mapping[tuple[int, int], int]
 ) -> list[Entry]:
-    """Make the entries of the completions that this rank holds, in the order of the records."""
+    """Return the entries of the completions that this rank holds, in the order of the records."""
     entries = []
     for number in sorted(rollout.held):
         completion = rollout.held[number]
@@ -205,8 +199,8 @@ def _entries(
 
 
 def _parts(inputs: Inputs, completion: Completion) -> list[tuple[str, str]]:
-    """The response in order: text that the policy ``wrote``, or that the environment ``inserted``, maybe as a
-    new ``context``."""
+    """Split a response into (kind, text) in order. Kinds: the policy ``wrote`` it, or the environment
+    ``inserted`` it, or wrote it as a new ``context``."""
     kinds, parts = completion.kinds, []
     edges = {edge for one in completion.written for edge in (one.start, one.stop)}
     for start, end in pairwise(sorted({0, len(kinds), *edges})):
@@ -216,8 +210,8 @@ def _parts(inputs: Inputs, completion: Completion) -> list[tuple[str, str]]:
 
 
 def _gathered(mine: list[Entry], rollout: Rollout, groups: ParallelGroups) -> list[Entry]:
-    """Gather the entries of all data-parallel ranks in the order of the records, with what their grades took
-    for the answers, on the first rank; else none. Collective over the first ranks of the model copies."""
+    """Return on the first rank the entries of all data-parallel ranks, in the order of the records, with the
+    answers that the graders extracted. Collective over the first ranks of the model copies."""
     if not groups.first_of_copy:
         return []
     own = (mine, {number: graded.answer for number, graded in rollout.grades.items()})
@@ -231,6 +225,6 @@ def _gathered(mine: list[Entry], rollout: Rollout, groups: ParallelGroups) -> li
 
 
 def shared(metrics: dict[str, float], groups: ParallelGroups) -> dict[str, float]:
-    """The first rank's, on all of them. Collective; those that wait do so outside of collectives."""
-    groups.control.meet("the figures of an evaluation")
+    """Return the first rank's metrics on all ranks. Collective, after a meeting of all ranks."""
+    groups.control.meet("the metrics of an evaluation")
     return agreed(metrics, groups)

@@ -1,7 +1,6 @@
-"""A checkpoint evaluated by itself: its folder of results, and the comparison with another.
+"""Standalone evaluation of a checkpoint, with a folder of results and comparison with another evaluation.
 
-The model is built to score and to sample: no optimizer, no gradient buffers. Where nothing is left to sample
-it is not built at all.
+The model has no optimizer and no gradient buffers. It is not built if no responses are left to sample.
 """
 
 from __future__ import annotations
@@ -44,18 +43,16 @@ from megatron_fspo.weights.folder import digest
 def evaluate_checkpoint(
     inputs: Inputs, *, out: Path | None = None, other: Path | None = None
 ) -> dict[str, float]:
-    """Start the process groups, load ``model.checkpoint`` and evaluate it. Collective.
+    """Start the process groups, evaluate ``model.checkpoint``, and return its metrics on every rank, under
+    ``val/`` and, for a comparison, ``difference/``. Collective.
 
     Args:
-        inputs: with the checkpoint and the validation sets.
-        out: folder of the results, new or of the same evaluation, which then goes on; None keeps none.
-        other: folder of another evaluation, to compare with.
-
-    Returns:
-        on every rank the metrics, under ``val/`` and, of a comparison, ``difference/``.
+        inputs: checked inputs, with the checkpoint and the validation sets.
+        out: folder for the results; an interrupted evaluation in it continues. None saves nothing.
+        other: results folder of another evaluation to compare with; ignored without ``out``.
 
     Raises:
-        InputError: a folder is not what it should be, or the two evaluations are of different problems.
+        InputError: ranks differ, a folder is not valid, or the evaluations have different problems.
     """
     groups = start(inputs.backend, parallel=inputs.config.parallel, seed=inputs.config.run.seed)
     prove_same(inputs.config, trains=False)
@@ -85,10 +82,8 @@ def evaluate_checkpoint(
 
 
 def facts(inputs: Inputs, sets: Mapping[str, Sequence[Prompt]], ranks: int) -> dict[str, Any]:
-    """All that decides the results of an evaluation: by name, as JSON types.
-
-    With the embedded engine also what decides which tokens share a matrix product, and so the rounding.
-    """
+    """Return everything that determines the results of an evaluation, by name, as JSON types. With the
+    embedded engine, this includes what determines the batches of tokens, and hence the rounding."""
     config = inputs.config
     sections = config.model_dump(mode="json")
     known: dict[str, Any] = {"model.checkpoint sha256": hash_of_checkpoint(config.model.checkpoint)}
@@ -102,26 +97,26 @@ def facts(inputs: Inputs, sets: Mapping[str, Sequence[Prompt]], ranks: int) -> d
         known |= {"ranks": ranks, "device": inputs.backend.device.type, "layers": inputs.backend.layers}
     for section, _, key in (key.partition(".") for key in keys):
         known[f"{section}.{key}"] = sections[section][key]
-    # What holds in the end: a set that says what another has by default is no other evaluation.
+    # Resolved values: a set that spells out the default is the same evaluation.
     known["evaluation.samples"] = _one_if_equal(config.evaluation_samples)
     return known | {"stop tokens": list(inputs.stop_token_ids)}
 
 
 def _one_if_equal(samples: dict[str, int]) -> int | dict[str, int]:
-    """Return samples by set, unless all sets have one number."""
+    """Return the number of samples if it is the same for all sets, else the numbers by set."""
     numbers = set(samples.values())
     return numbers.pop() if len(numbers) == 1 else samples
 
 
 def hash_of_checkpoint(folder: Path) -> str:
-    """Hash the names and contents of all files of a checkpoint, documents and hidden ones left out."""
+    """Hash the names and contents of all files of a checkpoint, except hidden and Markdown files."""
     paths = sorted(
         path
         for path in folder.rglob("*")
         if path.is_file() and path.suffix != ".md"
         if not any(name.startswith(".") for name in path.relative_to(folder).parts)
     )
-    with ThreadPoolExecutor(4) as pool:  # the lock of Python is free meanwhile
+    with ThreadPoolExecutor(4) as pool:  # hashing releases the GIL
         digests = list(pool.map(digest, paths))
     names = (path.relative_to(folder).as_posix() for path in paths)
     listing = "".join(f"{name}\0{digest}\0" for name, digest in zip(names, digests, strict=True))
@@ -132,8 +127,8 @@ def hash_of_checkpoint(folder: Path) -> str:
 def _opened(
     inputs: Inputs, groups: ParallelGroups, out: Path, compared: SavedEvaluation | None
 ) -> Iterator[RecordFile | None]:
-    """The folder, held for this job; on the first rank its file of completions. Collective."""
-    what = "the folder of the evaluation to be opened"
+    """Lock the results folder; yield its file of completions on the first rank, else None. Collective."""
+    what = "the results folder to be opened"
     if dist.get_rank() != 0:
         groups.control.meet(what)
         yield None
@@ -148,7 +143,7 @@ def _opened(
         facts=facts(inputs, sets, dist.get_world_size()),
     )
     asked = [portion.keys for portion in portions(inputs, groups.dp.size())]
-    with groups.control.waiting("the lock of the folder of the evaluation") as wait:
+    with groups.control.waiting("the lock of the results folder") as wait:
         lock = FolderLock(out, pause=wait.check)
     try:
         file = RecordFile(out, manifest, problems, asked, check=lock.check)
@@ -160,7 +155,7 @@ def _opened(
 
 @contextmanager
 def _sampler(inputs: Inputs, groups: ParallelGroups) -> Iterator[tuple[RolloutEngine, Grader | None]]:
-    """The engine with the weights of ``model.checkpoint``, and the grader of ranks that grade. Collective."""
+    """Yield an engine with the weights of ``model.checkpoint``, and the grader or None. Collective."""
     servers = open_servers(inputs, groups)
     engine = build_engine(inputs, load_model(inputs, groups), servers)
     engine.update_weights(0)
@@ -173,7 +168,7 @@ def _sampler(inputs: Inputs, groups: ParallelGroups) -> Iterator[tuple[RolloutEn
 
 
 def _bar(responses: int, groups: ParallelGroups) -> Any:
-    """A progress bar on a terminal, on the first rank, over its share of the responses."""
+    """Return a progress bar over this rank's responses; only the first rank shows it, on a terminal."""
     disable = None if dist.get_rank() == 0 else True
     return tqdm(
         total=responses // groups.dp.size(), desc="evaluating", unit="response", leave=False, disable=disable

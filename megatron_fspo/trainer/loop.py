@@ -1,6 +1,6 @@
-"""The algorithm.
+"""The training loop.
 
-prompts → responses → rewards → advantages → packs → old log-probs → optimizer steps → next weights
+prompts → responses → rewards → advantages → packs → old log-probs → optimizer steps → weight update
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from megatron_fspo.trainer.prepare import Inputs, machine
 
 
 def train(inputs: Inputs, *, resume: Resume, draw: Draw | None = None) -> bool:
-    """Run to the last step, then export, as the only job in its folder. Collective.
+    """Train to the last step and export the model, as the only job in the run folder. Collective.
 
-    ``resume`` is the flag ``--resume``; ``draw`` makes the pictures that trackers get after an evaluation.
+    ``resume`` is the value of ``--resume``; ``draw`` draws pictures for the trackers after an evaluation.
 
     Returns:
-        False when SIGTERM stopped the run early; it left a checkpoint to resume from.
+        False if SIGTERM stopped the run early, with a checkpoint from which it can resume.
 
     Raises:
-        RewardError: the rewards of a step or an evaluation are no use. A checkpoint has the steps done.
+        RewardError: a reward failed, or too many steps had no spread. A checkpoint has the steps done.
     """
     control = join(inputs.backend, parallel=inputs.config.parallel)
     with hold_run_folder(inputs.config, control, resume) as folder:
@@ -65,13 +65,13 @@ def _train(run: Training, folder: RunFolder) -> bool:
                 failed = error
             except StopRequested:
                 stopping = True
-                run.log.say(f"no evaluation after step {run.step}: stopped while it waited for grades")
+                run.log.say(f"no evaluation after step {run.step}: stopped while waiting for grades")
         end = last or stopping or failed is not None
         if end or any(_due(run.step, n) for n in (config.checkpoint.every, config.checkpoint.milestones)):
             with run.log.phase("save_checkpoint", 1, "", run.timings):
                 run.save(wait=end)
         folder.check()
-        # First the row, then the name of the checkpoint: a run that resumes from it has the row.
+        # Log the metrics before the checkpoint gets its name, so that a resumed run has them.
         run.log.step(run.step, metrics | run.timings)
         run.end_save(wait=failed is not None, prune=failed is None)
         if failed is not None:
@@ -83,19 +83,19 @@ def _train(run: Training, folder: RunFolder) -> bool:
     if run.policy.arch.adapters:
         export_adapters(run.policy, config.run_folder / "adapter", base=config.model.checkpoint)
         lost = share_lost_by_merging(run.policy.chunks, run.policy.arch)
-        kept = f"{config.run_folder}/adapter has the adapters, for PEFT"
-        run.log.say(f"{kept}; merged into hf/, rounding took {lost:.1%} of what they add")
+        kept = f"{config.run_folder}/adapter has the adapters in PEFT's format"
+        run.log.say(f"{kept}. They are also merged into hf/, where rounding lost {lost:.1%} of their change")
     run.engine.close()
     run.log.close(table)
     return True
 
 
 def train_step(run: Training) -> dict[str, float] | None:
-    """One rollout and all optimizer steps on it.
+    """Run one rollout and all optimizer steps on it. Collective.
 
     Returns:
-        its metrics; None where the job was asked to stop and the step was thrown away. There is a checkpoint
-        of the steps before it then, or nothing was done yet: ``--resume`` makes the step again.
+        the step's metrics, or None if a stop was requested and the step was discarded. Then a checkpoint has
+        all steps before it, unless it is the first, and ``--resume`` repeats the step.
     """
     run.timings.clear()
     run.log.activity.step = run.step + 1
@@ -107,11 +107,11 @@ def train_step(run: Training) -> dict[str, float] | None:
         run.save(wait=True, cursor=cursor)
         return None
     except RewardError as error:
-        going_on = "--resume starts over"  # of no steps there is nothing to keep
+        going_on = "--resume starts over"  # nothing to save before the first step
         if run.step:
             run.save(wait=True, cursor=cursor)
             run.end_save(wait=True, prune=False)
-            going_on = f"--resume goes on after step {run.step}"
+            going_on = f"--resume continues after step {run.step}"
         raise RewardError(f"step {run.step + 1}: {error}; {going_on}") from error
     if not optimize(run, step):
         return None
@@ -126,7 +126,7 @@ def train_step(run: Training) -> dict[str, float] | None:
 
 
 def _stopped(run: Training) -> bool:
-    """End a run that SIGTERM stopped and whose checkpoint is written."""
+    """End a run that SIGTERM stopped, after its checkpoint was written."""
     run.end_save(wait=True)
     run.log.say(f"stopped by SIGTERM after step {run.step}; continue with --resume")
     run.engine.close()

@@ -1,10 +1,9 @@
-"""The metrics of a step: losses and clips of its optimizer steps, its speed, slow ranks; and its profile.
+"""Metrics of a step: losses and clip rates of its optimizer steps, speed, and slow ranks; also its profile.
 
-Ranks that compute slower than the others have a hot GPU, share a core, or have a bad memory module. Compared
-is what a rank needs per token for its own micro-batches, forward and backward, in the optimizer steps of a
-step: on a CPU the time its main thread computes, so without any wait; on a GPU the time until it comes to the
-meeting of all data-parallel ranks. There, ranks that share a copy of the model wait for each other within
-that time, so a slow one shows on all of its copy, and they are named together.
+A rank may be slow because of a hot GPU, a shared core, or a bad memory module. Ranks are compared by their
+time per token for forward and backward on their own micro-batches: on a CPU the main thread's CPU time, which
+excludes waits; on a GPU the time until the rank reaches the gradient reduction. On GPUs, the ranks of a model
+copy wait for each other within that time, so a slow rank makes its whole copy slow, and all are named.
 """
 
 from __future__ import annotations
@@ -36,24 +35,24 @@ from megatron_fspo.weights.architecture import BACKWARD, forward_flops
 OFF_POLICY = ("actor/ppo_kl", "fspo/kl_k3")
 """Metrics that compare the policy with the old one."""
 SLOW_RATIO = 1.3
-"""Times the median: slow."""
+"""A rank is slow from this multiple of the median time per token."""
 SLOW_STEPS = 3
-"""In a row until a rank is named."""
+"""Number of consecutive slow steps after which the run warns."""
 ROUTE_FALLBACK = 0.05
-"""Share of responses without routes from which on a line says so."""
+"""Share of responses without routes above which the run warns."""
 PROFILE_WISH = "profile"
-"""The file that asks for a profile; the first rank removes it."""
+"""File in the run folder that requests a profile of the next step; the first rank removes it."""
 
 
 def update_metrics(run: Training, step: Step) -> dict[str, float]:
-    """Metrics of the optimizer steps of a step, once all are taken; the sequences go to the log."""
+    """Return metrics of a step's optimizer steps, after the last one, and log its sequences."""
     updates, config = step.updates, run.inputs.config
     turns = None if run.inputs.environment is None else step.rollout.turns.tolist()
     run.log.sequences(run.step + 1, step.off_policy, turns)
     if step.tokens:
         run.log.tokens(run.step + 1, step.tokens)
     sampled = config.rollout.old_log_probs == "sampled"
-    # Those before which S = 0: up to the first that moved the policy.
+    # Optimizer steps with S = 0: up to the first that moved the policy.
     moved = [number for number, update in enumerate(updates, 1) if not update.skipped]
     on_policy = 0 if sampled else moved[0] if moved else len(updates)
     metrics = pooled_metrics([update.totals for update in updates], on_policy=on_policy) | {
@@ -83,9 +82,8 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
         run.log.warn_once(topic, f"step {run.step + 1}: {text}")
     counted = [record for record in step.off_policy if record.counts]
     clips |= run.loss.noise_metrics(as_tensors(counted)[1], clips.get("fspo/out_of_band", math.nan))
-    # The first update, before which no other has moved the policy. S must be 0 then. From the sampler's
-    # log-probs it is the mismatch instead, of the first mini-batch: all there is to measure it by without a
-    # pass.
+    # In the first update S must be 0. With old log-probs from the sampler there is no old pass, so S of the
+    # first mini-batch measures the mismatch instead.
     first = updates[0].metrics
     if sampled:
         sigma = sigma_of(step.first) or math.nan
@@ -103,17 +101,17 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
 
 
 def router_metrics(run: Training, step: Step, report: Tensor) -> dict[str, float]:
-    """Metrics of a mixture of experts, over all tokens in the packs of a step. The ``report`` [layers, E + 6]
-    is the sum of those of its optimizer steps.
+    """Return metrics of a mixture of experts, over all tokens in a step's packs. ``report`` [layers, E + 6]
+    is the sum of the reports of its optimizer steps.
 
     Returns:
-        ``router/load_max``: tokens of the busiest expert of a layer over the layer's mean, the largest of all
-        layers, and ``/mean`` of them; ``router/idle``: share of experts without a token; ``router/entropy``
-        of the scores, nats per token and layer; ``router/aux_loss`` and ``router/z_loss`` without their
-        factors, per sequence and layer; ``actor/route_flips``: share of (token, layer) for which a router
-        would choose other experts than the old pass, and ``rollout/route_flips``: the old pass than the
-        sampler. NaN where nothing was compared. Where the sampler's routes are replayed,
-        ``rollout/route_fallback``: share of responses without, of which the run says so if they are many.
+        ``router/load_max`` and ``/mean``: tokens of a layer's busiest expert over the layer's mean, maximum
+        and mean over layers; ``router/idle``: share of experts without tokens; ``router/entropy`` of the
+        scores, nats per token and layer; ``router/aux_loss`` and ``router/z_loss`` without coefficients, per
+        sequence and layer; ``actor/route_flips``: share of (token, layer) for which the router would choose
+        other experts than in the old pass; ``rollout/route_flips``: the same for the old pass and the
+        sampler; NaN if nothing was compared. If the sampler's routes are replayed,
+        ``rollout/route_fallback``: share of responses without routes; the run warns if there are many.
     """
     load = report[:, : -len(REPORT)]
     tokens, entropy, aux_loss, z_loss, flips, compared = report[:, -len(REPORT) :].sum(0)
@@ -135,14 +133,14 @@ def router_metrics(run: Training, step: Step, report: Tensor) -> dict[str, float
         without = int((routed < 0).sum())
         pairs["rollout/route_fallback"] = (without, len(routed))
         if without > ROUTE_FALLBACK * len(routed):
-            why = step.rollout.route_problem or "those that the first rank held have theirs"
-            text = f"{without} of {len(routed)} responses have no routes of the sampler: {why}"
+            why = step.rollout.route_problem or "only other ranks know the reason"
+            text = f"{without} of {len(routed)} responses have no routes from the sampler: {why}"
             run.log.remind("rollout/route_fallback", run.step + 1, text)
     return means({name: (float(total), float(count)) for name, (total, count) in pairs.items()})
 
 
 def pooled_metrics(updates: Sequence[Totals], *, on_policy: int) -> dict[str, float]:
-    """Metrics of several optimizer steps as one: sums over sums, so that no split into mini-batches shows.
+    """Return metrics of several optimizer steps, as ratios of sums: they do not depend on mini-batch splits.
 
     ============================================  ==========  ====================================
     metric                                        mean over   of the optimizer steps
@@ -152,21 +150,21 @@ def pooled_metrics(updates: Sequence[Totals], *, on_policy: int) -> dict[str, fl
     ``actor/ppo_kl``, ``fspo/kl_k3``              tokens      off-policy
     ============================================  ==========  ====================================
 
-    The first optimizer step of a rollout is on-policy: old and new log-probs are the same, and what compares
-    them is 0. It is left out of the last row, which is NaN where there is no other; :func:`update_metrics`
-    reports it. Where S starts from the sampler, all are off-policy.
+    The first optimizer step of a rollout is on-policy: old and new log-probs are equal, and their difference
+    is 0. The last row excludes on-policy steps, and is NaN without others; :func:`update_metrics` reports the
+    first step separately. With old log-probs from the sampler, all steps are off-policy.
 
     Args:
-        updates: totals of each optimizer step, in their order.
-        on_policy: how many are, from the first: one, and one more for each that was skipped before the policy
-            moved.
+        updates: totals of the optimizer steps, in their order.
+        on_policy: number of on-policy steps at the start: the steps skipped before the policy moved, and the
+            first step that moves it.
     """
     off_policy = means(pool(updates[on_policy:]))
     return means(pool(updates)) | {name: off_policy.get(name, math.nan) for name in OFF_POLICY}
 
 
 def speed_metrics(run: Training, step: Step, seconds: float) -> dict[str, float]:
-    """Tokens per second and GPU of a step, and the share of what the GPUs can do (MFU)."""
+    """Return tokens per second, in total and per GPU, and the model FLOP/s utilization (MFU) if known."""
     ranks, rollout = dist.get_world_size(), step.rollout
     run.timings["timing_s/step"] = seconds
     tokens = int((rollout.prompt_lengths + rollout.response_lengths).sum())
@@ -192,7 +190,7 @@ def speed_metrics(run: Training, step: Step, seconds: float) -> dict[str, float]
 
 
 def table(steps: Sequence[Mapping[str, float]]) -> str:
-    """Format the seconds of each phase of some steps, of these metrics, a line each; "" without steps."""
+    """Format the mean time of each phase as a table, from the metrics of steps; "" without steps."""
     steps = [one for one in steps if one.get("timing_s/step")]
     if not steps:
         return ""
@@ -200,7 +198,7 @@ def table(steps: Sequence[Mapping[str, float]]) -> str:
     def mean(name: str) -> float:
         return sum(one.get(name, 0.0) for one in steps) / len(steps)
 
-    # Per rank: tokens of a step over the ranks that share them.
+    # Tokens per step and rank.
     tokens = sum(one["perf/tokens_per_second_per_gpu"] * one["timing_s/step"] for one in steps) / len(steps)
     lines = [
         f"{f'phase, mean of {len(steps)} steps':<28}{'s':>9}{'share':>8}{'tokens/s per rank':>19}{'MFU':>8}"
@@ -216,20 +214,20 @@ def table(steps: Sequence[Mapping[str, float]]) -> str:
 
 
 class Pace(NamedTuple):
-    """The pace of a rank in one step."""
+    """The speed and memory of a rank in one step."""
 
     seconds: float
-    """Seconds per token, for its own forward and backward passes."""
+    """Seconds per token of its own forward and backward passes."""
     stage: int
-    """Pipeline stage; stages have unlike work, and are not compared."""
+    """Pipeline stage; only ranks of the same stage are compared, as stages have different work."""
     host: str
     peak_bytes: int
-    """Of GPU memory in the step, as torch's allocator counts tensors; 0 on a CPU."""
+    """Peak GPU memory of tensors in the step, from torch's allocator; 0 on a CPU."""
 
 
 def rank_metrics(run: Training, step: Step) -> dict[str, float]:
-    """The slowest rank of the step, and by how much, and the most memory of a GPU; says who has been slow for
-    several steps. Collective."""
+    """Return the slowest rank, its slowness, and the peak memory of a GPU; warn about ranks that have been
+    slow for several steps. Collective."""
     world = dist.group.WORLD
     assert world is not None
     tokens = step.packs.tokens * run.inputs.config.batch.epochs
@@ -253,15 +251,15 @@ def rank_metrics(run: Training, step: Step) -> dict[str, float]:
 
 
 def ratios(paces: Sequence[Pace]) -> list[float]:
-    """Return, per rank, its seconds per token over the median of its pipeline stage."""
+    """Return each rank's seconds per token over the median of its pipeline stage."""
     stages = {one.stage: [other.seconds for other in paces if other.stage == one.stage] for one in paces}
     medians = {stage: median_low(seconds) for stage, seconds in stages.items()}
-    # 0: a stage that had nothing to do.
+    # The median is 0 if the stage had no tokens.
     return [one.seconds / medians[one.stage] if medians[one.stage] else 1.0 for one in paces]
 
 
 def lines(slow_for: Mapping[int, int], over: Sequence[float], paces: Sequence[Pace]) -> dict[str, str]:
-    """Return host → a line on its ranks that have been slow for :data:`SLOW_STEPS` steps or more."""
+    """Return host → a warning about its ranks that have been slow for at least :data:`SLOW_STEPS` steps."""
     by_host: dict[str, list[int]] = {}
     for rank, steps in sorted(slow_for.items()):
         if steps >= SLOW_STEPS:
@@ -270,22 +268,22 @@ def lines(slow_for: Mapping[int, int], over: Sequence[float], paces: Sequence[Pa
     for host, ranks in by_host.items():
         ratio, steps = max(over[rank] for rank in ranks), min(slow_for[rank] for rank in ranks)
         said[host] = (
-            f"{named_ranks(ranks)} on {host} needed {ratio:.2f} times the median of seconds per token in "
-            f"forward and backward, for {steps} steps in a row: all others wait for that"
+            f"{named_ranks(ranks)} on {host} took {ratio:.2f} times the median time per token in forward and "
+            f"backward for {steps} steps in a row; all other ranks wait for this"
         )
     return said
 
 
 @contextmanager
 def profiled(run: Training) -> Iterator[None]:
-    """Record the step inside by torch's profiler where somebody asked for that. Collective.
+    """Context manager to record a step with torch's profiler if a profile was requested. Collective.
 
-    ``log.profile`` names steps; a file ``profile``, put into the folder of a run, asks for the next step.
-    Each rank writes ``profiles/step_000012/rank_00003.json.gz``, for Perfetto or chrome://tracing.
+    The key ``log.profile`` requests a range of steps; a file ``profile`` in the run folder requests the next
+    step. Each rank writes ``profiles/step_000012/rank_00003.json.gz``, for Perfetto or chrome://tracing.
     """
     config, step = run.inputs.config, run.step + 1
     first, last = config.log.profile or (0, 0)
-    # Not in a collective: before this step the first rank writes rows, and removes old checkpoints.
+    # Outside of collectives, as the first rank may still write metrics and remove old checkpoints.
     run.groups.control.meet("the first rank to write its records")
     wish = config.run_folder / PROFILE_WISH
     wished = dist.get_rank() == 0 and wish.exists()
@@ -303,6 +301,7 @@ def profiled(run: Training) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         recorded.export_chrome_trace(str(path))
-    except (OSError, RuntimeError) as error:  # a full disk is no reason to lose the step
+    except (OSError, RuntimeError) as error:  # a full disk must not end the run
         run.log.say(f"step {step}: {path} could not be written: {error}")
+        return
     run.log.say(f"step {step}: profiled, see {path.parent}")

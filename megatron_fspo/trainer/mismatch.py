@@ -1,13 +1,12 @@
-"""The difference of sampler and trainer, Δ = log π_trainer - log π_sampler of the same tokens, and why.
+"""The mismatch Δ = log π_trainer − log π_sampler of the sampled tokens, and an alarm that names its cause.
 
-It would be 0 if both computed alike. Other kernels and precisions make small noise; its sum over a response
-spreads as √L, as S does. Responses that were sampled before the last updates differ by what those changed. A
-bias, or much more noise, is a fault: the alarm looks at tokens of the trainer's present weights only, and
-names the likeliest cause. Each is a test that the others fail:
+Different kernels and precisions cause small noise in Δ, whose sum over a response spreads as √L, like S. For
+responses from older weights, Δ also contains the weight updates since. A bias or much more noise is an error.
+The alarm checks only tokens from the trainer's current weights. It distinguishes these causes:
 
-* log-probs before the temperature, or at another one: scored at that temperature, the difference vanishes;
-* a cut vocabulary (top-p, top-k), renormalised: Δ is the log of the mass kept, so never above 0;
-* none of these: other weights than claimed, or other kernels.
+* log-probs before the temperature, or at another one: the difference vanishes if scored at that temperature;
+* a cut vocabulary (top-p, top-k), renormalised: Δ is the log of the kept probability, so never above 0;
+* otherwise: other weights than claimed, or other kernels.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from megatron_fspo.parallel.groups import ParallelGroups, gather_lists, means, o
 from megatron_fspo.parallel.segments import ExactSums
 
 OUTLIER = 6.0
-"""An outlier's |Σ Δ| / √L, in σ̂. Of Gaussian noise 2e-9 are beyond it, and 0.3 % even where σ̂, the median of
-a few responses, comes out at half of σ."""
+"""A response is an outlier if |Σ Δ| / √L exceeds this many σ̂. For Gaussian noise this is a share of 2e-9, and
+0.3% even if σ̂, a median of few responses, is only half of σ."""
 
 LIMIT = {torch.float32: 1e-3, torch.bfloat16: 0.05}
-"""Largest mean |Δ| of a sound run, in nats. Others report 0.011 between Megatron and vLLM in bfloat16."""
+"""Default alarm limit for the mean |Δ|, in nats. Others report 0.011 for Megatron and vLLM in bfloat16."""
 
 FP8_LIMIT = 0.3
-"""The same between a trainer in FP8 and a sampler in bfloat16. Emulated: 0.015 in training on make-sum, 0.22
-for responses of SmolLM2-135M."""
+"""Default limit for a trainer in FP8 and a sampler in bfloat16. With emulated FP8 the mean |Δ| was 0.015 in
+training on make-sum, and 0.22 for responses of SmolLM2-135M."""
 
 _LEAST_KEPT = 0.5
-"""Probability kept by a cut vocabulary that nobody asked for; less at hardly any token."""
+"""Assumed least probability that an unrequested top-p or top-k cut keeps; hardly any token keeps less."""
 _EXCEPTIONS = 0.01
-"""Share of tokens that may break a rule which noise blurs."""
+"""Share of tokens that noise may move out of the range of a cut vocabulary."""
 _PASSES = 6
-"""Passes of the search for another temperature."""
+"""Maximum number of passes in the search for another temperature."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,7 @@ class Mismatch:
     """Δ of the scored responses of one rollout."""
 
     sums: Tensor
-    """[samples] Σ Δ over the whole response, on every rank; not finite where a token's Δ is not."""
+    """[samples] Σ Δ over each response, on every rank; not finite if a token's Δ is not."""
     lengths: Tensor
     """[samples] response lengths; 0 for a response that was not scored."""
     metrics: dict[str, float]
@@ -57,8 +56,8 @@ class Mismatch:
 
 
 def token_deltas(batch: MicroBatch, score: Tensor | None = None) -> Tensor:
-    """Δ [t] in float64 of a micro-batch with old and sampled log-probs; 0 outside the mask. ``score`` [t] is
-    in place of the old ones."""
+    """Return Δ [t] of a micro-batch's tokens in float64; 0 outside the mask. ``score`` [t] replaces its old
+    log-probs."""
     score = batch.old_log_probs if score is None else score
     assert score is not None
     return torch.where(batch.mask, (score - batch.sampled_log_probs).double(), 0.0)
@@ -72,14 +71,10 @@ def per_sample(
     *,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Per-token numbers added up over whole responses, wherever their tokens lie. Collective.
+    """Sum per-token values over whole responses: [count, samples] in float64 on every rank. Collective.
 
-    Exact up to one rounding: the same bits on every rank, whatever the split into ranks and micro-batches.
-
-    ``columns`` makes [count, t] of a micro-batch of this rank; the ``group`` is data × context parallel.
-
-    Returns:
-        [count, samples] float64 of the whole rollout, on every rank.
+    Sums are exact up to one rounding: bit-identical on all ranks, and for any split into ranks and packs.
+    ``columns`` returns values [count, t] of a micro-batch; ``group`` is data × context parallel.
     """
     sums = None
     for batch in batches:
@@ -97,21 +92,21 @@ def measure(
     group: dist.ProcessGroup,
     also: Callable[[MicroBatch, Tensor], None] = lambda batch, delta: None,
 ) -> Mismatch:
-    """Compare the old pass with the sampler. Collective.
+    """Compare the log-probs of the old pass with the sampler's. Collective.
 
     Args:
-        batches: this rank's, with the old pass's log-probs.
-        samples: of the whole rollout.
+        batches: this rank's micro-batches, with the log-probs of the old pass.
+        samples: number of responses of the whole rollout.
         group: data × context parallel.
-        also: is shown every micro-batch with its Δ [t], as each is made anew in every loop over them.
+        also: called with each micro-batch and its Δ [t]; each loop over packs collates them again.
 
     Returns:
-        with metrics over all tokens whose Δ is finite: ``rollout/logprob_abs_diff/mean`` and ``/max``: |Δ| of
-        a token, nats; ``rollout/kl_k1`` and ``rollout/kl_k3``: KL(sampler ‖ trainer) per token, in two
-        estimates, -Δ and exp(Δ) - 1 - Δ; ``rollout/mismatch_sigma``: spread of Σ Δ / √L over responses,
-        beside ``fspo/sigma_hat``; ``rollout/mismatch_outliers``: see :func:`outlier_share`.
+        the mismatch, with metrics over all tokens with finite Δ: ``rollout/logprob_abs_diff/mean`` and
+        ``/max``: |Δ| of a token, nats; ``rollout/kl_k1`` and ``rollout/kl_k3``: the estimates −Δ and
+        exp(Δ) − 1 − Δ of KL(sampler ‖ trainer) per token; ``rollout/mismatch_sigma``: spread of Σ Δ / √L over
+        responses, to compare with ``fspo/sigma_hat``; ``rollout/mismatch_outliers``: :func:`outlier_share`.
     """
-    totals: list[Tensor] = []  # of each micro-batch, [4] Σ of |Δ|, -Δ, exp(Δ) - 1 - Δ and 1
+    totals: list[Tensor] = []  # per micro-batch: [4] Σ of |Δ|, −Δ, exp(Δ) − 1 − Δ and 1
     largest: list[Tensor] = []
     scored: list[tuple[Tensor, Tensor]] = []
 
@@ -130,7 +125,7 @@ def measure(
     (whole,) = per_sample(batches, columns, 1, samples, group=group)
     numbers, scored_lengths = (torch.cat(column) for column in zip(*scored, strict=True))
     lengths = scored_lengths.new_zeros(samples).index_copy_(0, numbers, scored_lengths)
-    if group.size() > 1:  # ranks that share a response all have its length
+    if group.size() > 1:  # all ranks that share a response have its length
         dist.all_reduce(lengths, op=dist.ReduceOp.MAX, group=group)
     names = ("rollout/logprob_abs_diff/mean", "rollout/kl_k1", "rollout/kl_k3")
     parts = [{name: torch.stack([s[i], s[3]]) for i, name in enumerate(names)} for s in totals]
@@ -145,18 +140,15 @@ def measure(
 
 
 def outlier_share(sums: Tensor, lengths: Tensor, sigma: float) -> float:
-    """Share of responses that differ by far more than the usual noise: |Σ Δ| > 6·σ̂·√L.
+    """Return the share of responses with much more than the usual noise, |Σ Δ| > 6·σ̂·√L; NaN without any.
 
-    σ̂ is a median, so it says how the usual response differs, and nothing of a minority: with 100 times the
-    noise in 15 % of the responses it grows by a fifth. Source: ours.
+    As σ̂ is a median, it hardly shows errors in a minority of responses: with 100 times the noise in 15% of
+    them it grows by a fifth. Source: ours.
 
     Args:
-        sums: Σ Δ [N] in nats. Non-finite ones are left out.
-        lengths: L [N], response tokens. Responses with L = 0 are left out.
+        sums: Σ Δ [N] in nats; non-finite values are ignored.
+        lengths: L [N], response tokens; responses with L = 0 are ignored.
         sigma: σ̂ of these responses, nats per √token.
-
-    Returns:
-        NaN where no response is left.
     """
     known = sums.isfinite() & (lengths > 0)
     limit = OUTLIER * sigma * lengths[known].double().sqrt()
@@ -165,43 +157,43 @@ def outlier_share(sums: Tensor, lengths: Tensor, sigma: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """Δ over some tokens, over all ranks; the same on every rank."""
+    """Statistics of Δ over some tokens of all ranks; the same on every rank."""
 
     tokens: int
     mean: float
     """Mean |Δ|; NaN without tokens."""
     largest: float
     beyond: float
-    """Share of tokens with Δ outside what a cut vocabulary can give."""
+    """Share of tokens with Δ outside the range that a cut vocabulary can cause."""
 
 
 @dataclass(kw_only=True)
 class MismatchAlarm:
-    """The gap over the tokens of the present weights, under construction, and what it means.
+    """Checks the mean |Δ| over tokens from the current weights, and diagnoses the cause if it is too large.
 
-    Give it every micro-batch by :meth:`add`, then :meth:`check`.
+    Call :meth:`add` with every micro-batch, then :meth:`check`.
     """
 
     fresh: Tensor
-    """[samples] position in prompt and response from which on all that follows was sampled by the present
-    weights; on the device of the micro-batches."""
+    """[samples] position in prompt and response after which all tokens are from the current weights; on the
+    device of the micro-batches."""
     version: int
-    """Version of these weights."""
+    """Version of the current weights."""
     temperature: float
     top_p: float
     limit: float
-    """Largest mean |Δ|, nats."""
+    """Largest accepted mean |Δ|, nats."""
     rescore: Callable[[Packs, float], list[Tensor]]
-    """Log-probs [t] of micro-batches at another temperature; collective."""
+    """Returns log-probs [t] of micro-batches at another temperature. Collective."""
     probe: int
-    """Micro-batches of this rank to score again, the first ones."""
+    """Number of this rank's micro-batches, from the first, to score again."""
     groups: ParallelGroups
 
     _added: list[Tensor] = field(init=False, default_factory=list)
-    """Of each micro-batch, [4] Σ |Δ|, tokens beyond, tokens, and the largest |Δ|; on the device."""
+    """Per micro-batch: [4] Σ |Δ|, tokens outside the range, tokens, and the largest |Δ|; on the device."""
 
     def add(self, batch: MicroBatch, delta: Tensor) -> None:
-        """Add a micro-batch, with Δ [t] of :func:`token_deltas`; what is not finite does not count."""
+        """Add a micro-batch with its Δ [t] from :func:`token_deltas`; non-finite values are ignored."""
         floor = math.log(self.top_p if self.top_p < 1 else _LEAST_KEPT)
         used = self._chosen(batch) & delta.isfinite()
         beyond = used & ((delta > self.limit) | (delta < floor - self.limit))
@@ -211,14 +203,10 @@ class MismatchAlarm:
         )
 
     def check(self, batches: Packs) -> tuple[dict[str, float], str | None]:
-        """Judge one rollout. Collective; scores a few micro-batches again if something is wrong.
+        """Check the rollout; on a mismatch, score a few micro-batches again to find its cause. Collective.
 
-        Args:
-            batches: this rank's, with the old pass's log-probs; each was added.
-
-        Returns:
-            ``rollout/mismatch_alarm``: 1 or 0, NaN where the present weights sampled nothing; and a warning
-            with the likeliest cause, if there is one.
+        Returns ``rollout/mismatch_alarm``: 1 or 0, NaN if no token is from the current weights; and if it is
+        1, a warning with the likeliest cause, else None. ``batches`` are all that were added.
         """
         gap = self._gap()
         if not gap.tokens:
@@ -227,7 +215,7 @@ class MismatchAlarm:
             return {"rollout/mismatch_alarm": 0.0}, None
         text = (
             f"sampler and trainer differ by {gap.mean:.2g} nats per token (at most {gap.largest:.2g}) over "
-            f"{gap.tokens:,} tokens of the present weights, version {self.version}; "
+            f"{gap.tokens:,} tokens of the current weights, version {self.version}; "
             f"rollout.mismatch_limit is {self.limit:g}. "
             f"Likeliest cause: {self._cause(batches[: self.probe], gap)}"
         )
@@ -249,24 +237,23 @@ class MismatchAlarm:
             )
         if gap.beyond <= _EXCEPTIONS:
             why = (
-                f"expected with rollout.top_p = {self.top_p:g}, as the old pass ignores the cut"
+                f"expected with rollout.top_p = {self.top_p:g}, as the old pass does not apply the cut"
                 if self.top_p < 1
-                else "but rollout.top_p is 1: look for sampling defaults of the server"
+                else "but rollout.top_p is 1: check the server's sampling defaults"
             )
             return f"a vocabulary cut by top-p or top-k, and log-probs renormalised over the rest; {why}"
         return (
-            "other weights than claimed, or other kernels: no temperature explains it, nor a cut vocabulary "
-            "(see rollout/canary_abs_diff)"
+            "other weights than claimed, or other kernels: neither another temperature nor a cut vocabulary "
+            "explains it (see rollout/canary_abs_diff)"
         )
 
     def _other_temperature(self, batches: Packs) -> float | None:
-        """Return the temperature at which the difference vanishes, 1 before any other; None: there is none.
-        Collective.
+        """Find a temperature at which the difference vanishes, trying 1 first; None if none does. Collective.
 
         Log-probs are smooth in β = 1/T: Gauss-Newton on Σ Δ², with the derivative from the last two passes.
         """
         scores = [batch.old_log_probs for batch in batches if batch.old_log_probs is not None]
-        # Within the limit, and not by a hair's breadth.
+        # Within the limit, and at most a quarter of the original difference.
         enough = min(self.limit, self._mean(batches, scores) / 4)
         beta = 1 / self.temperature
         following = 1.0 if beta != 1 else 0.9
@@ -285,22 +272,21 @@ class MismatchAlarm:
                 totals += torch.stack([(slope * delta).sum(), slope.square().sum()])
             up, down = self._summed(totals)
             step = -up / down if down > 0 else 0.0
-            # A wrong derivative must not throw it out of reach.
+            # Bound the step, in case the derivative is wrong.
             following = min(max(beta + step, beta / 3), beta * 3)
             if not abs(following - beta) > 1e-9:
                 return None
         return None
 
     def _mean(self, batches: Sequence[MicroBatch], scores: Sequence[Tensor]) -> float:
-        """Return the mean |Δ| of these micro-batches with these log-probs in place of the old ones.
-        Collective."""
+        """Return the mean |Δ| of the micro-batches with ``scores`` as old log-probs. Collective."""
         again = replace(self)
         for batch, score in zip(batches, scores, strict=True):
             again.add(batch, token_deltas(batch, score))
         return again._gap().mean
 
     def _gap(self) -> Gap:
-        """Sum up over all ranks. Collective."""
+        """Return the statistics over all ranks. Collective."""
         added = torch.stack(self._added)
         total, beyond, count = self._summed(added[:, :3].sum(0))
         return Gap(
@@ -311,13 +297,13 @@ class MismatchAlarm:
         )
 
     def _chosen(self, batch: MicroBatch) -> Tensor:
-        """[t] bool: response tokens that the present weights sampled."""
+        """Return bool [t]: True for response tokens from the current weights."""
         first = self.fresh[batch.sample_index]
         first = torch.cat([first, first.new_zeros(1)]).index_select(0, batch.segment)
         return batch.mask & (batch.position_ids[0] >= first)
 
     def _summed(self, totals: Tensor) -> list[float]:
-        """Sum over all ranks with different tokens: the first rank's sums, as what follows is collective."""
+        """Return the first rank's sums over all ranks' tokens, as they decide control flow. Collective."""
         groups = self.groups
         if groups.dp_cp.size() > 1:
             dist.all_reduce(totals, group=groups.dp_cp)

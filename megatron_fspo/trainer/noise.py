@@ -1,8 +1,8 @@
-"""The file of ``calibrate``, which holds the noise in S, and the check of a run's band against it.
+"""The file of ``calibrate`` with the measured noise in S, and the check of a run's band against it.
 
-The file says which passes were compared. Of these one is what the S of a run consists of before it has
-learned anything: the sampler's log-probs against the trainer's where old log-probs are the sampler's; else,
-as both passes are the trainer's, what its precision adds after the optimizer steps of a rollout.
+The file has several comparisons of two passes. The one that applies to a run is its S without learning: if
+old log-probs are the sampler's, the difference between sampler and trainer; otherwise both passes are the
+trainer's, and it is what the precision adds to S after the optimizer steps of a rollout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_fspo.evaluation.intervals import Estimate
 from megatron_fspo.objective.noise import Noise
 
 Interval = tuple[float | None, float | None, float | None]
-"""A figure and its 95% interval; null where there is none."""
+"""Value and ends of its 95% interval; None (null in the file) if unknown."""
 
 
 class _Record(BaseModel):
@@ -38,11 +38,11 @@ class AtLength(_Record):
 
     length: int
     clip_rate: Interval
-    """Share that noise alone puts outside the band."""
+    """Share of responses that noise alone puts outside the band."""
 
 
 class Check(_Record):
-    """Responses of similar lengths: the clip rate that the others predict for them, and theirs."""
+    """Clip rate of responses of similar lengths: predicted from the other responses, and measured."""
 
     low: int
     high: int
@@ -52,13 +52,12 @@ class Check(_Record):
 
 
 class FlipNoise(_Record):
-    """The flipped routes of a comparison: tokens that a router sends to other experts in one pass than in the
-    other."""
+    """Tokens that a router sends to different experts in the two passes of a comparison."""
 
     tokens: float
     """Share of the response tokens."""
     sigma_without: Interval
-    """sigma with their part left out of every sum."""
+    """σ̂ without the contributions of these tokens to S."""
 
 
 class NoiseRecord(_Record):
@@ -71,34 +70,34 @@ class NoiseRecord(_Record):
     sigma: Interval
     drift: Interval
     exponent: Interval = (None, None, None)
-    """a in spread(S - drift L) ∝ L^a, of which noise has ½; null where the lengths do not tell."""
+    """a in spread(S − drift·L) ∝ L^a, ½ for independent noise; null if the range of lengths is too small."""
     crossover: Interval
-    """L*; null where no drift was seen."""
+    """L*; null if no drift was measured."""
     smallest_c: Interval
-    """The c that leaves no more than 1% outside at the run's longest length."""
+    """Smallest c with at most 1% of the responses outside the band at the run's longest length."""
     smallest_c_centred: Interval
-    """The same with the drift as its centre."""
+    """The same for a band that is centred on the drift."""
     lengths: tuple[int, ...]
     residuals: tuple[float, ...]
     """See :class:`~megatron_fspo.objective.noise.Noise`."""
     by_length: tuple[AtLength, ...]
     checks: tuple[Check, ...]
     flips: FlipNoise | None = None
-    """Not in the file where no route flipped."""
+    """Not in the file if no route flipped."""
 
     @model_serializer(mode="wrap")
     def _written(self, usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return {key: value for key, value in usual(self).items() if key != "flips" or value}
 
     def noise(self) -> Noise:
-        """The noise as it is predicted with."""
+        """Return the noise, for predictions."""
         assert self.drift[0] is not None
         lengths, residuals = (torch.tensor(x, dtype=torch.float64) for x in (self.lengths, self.residuals))
         return Noise(drift=self.drift[0], lengths=lengths, residuals=residuals)
 
 
 class Calibration(_Record):
-    """The file."""
+    """The content of the file."""
 
     format: Literal[1] = 1
     version: str
@@ -117,24 +116,21 @@ class Calibration(_Record):
     max_response_tokens: int
     """The run's limit."""
     band: str
-    """The run's, in words."""
+    """Description of the run's band."""
     comparisons: tuple[NoiseRecord, ...]
     first_updates: Interval | None
-    """c = 2 sigma-hat of the first off-policy optimizer steps."""
+    """c = 2σ̂ of the first off-policy optimizer steps."""
     first_updates_exponent: Interval | None = None
-    """The exponent of S there: of noise and of what training moves together."""
+    """The exponent of S in these steps, from noise and learning together."""
 
     @property
     def flipped(self) -> bool:
-        """True if a route flipped in some comparison."""
+        """True if a route flipped in any comparison."""
         return any(one.flips for one in self.comparisons)
 
     def of_run(self, config: Config) -> NoiseRecord:
-        """The comparison that is the noise in this run's S.
-
-        Raises:
-            InputError: it was measured with another precision, sampler or temperature, or not at all.
-        """
+        """Return the comparison that measures the noise in this run's S. Raises ``InputError`` if none has
+        the run's precision, sampler and temperature."""
         precision = own_precision(config)
         sampled = config.rollout.old_log_probs == "sampled"
         here: list[tuple[str, object, object]] = [
@@ -143,8 +139,8 @@ class Calibration(_Record):
         ]
         for key, there, now in here:
             if there != now:
-                raise InputError(f"loss.noise: it was measured with {key} = {there}, this run has {now}")
-        # In float32 there is no finer precision to compare with.
+                raise InputError(f"loss.noise: it was measured with {key} = {there}, but this run has {now}")
+        # For float32 there is no higher precision to compare with.
         wanted = "sampler" if sampled else "updates" if precision != "float32" else "repeat"
         for record in self.comparisons:
             if record.kind == wanted and record.precision == precision:
@@ -157,18 +153,18 @@ class Calibration(_Record):
 
 
 def own_precision(config: Config) -> str:
-    """The precision in which the layers of a run multiply."""
+    """Return the precision of a run's matrix products: the FP8 recipe or ``model.dtype``."""
     return config.fp8.recipe if config.fp8.recipe != "none" else config.model.dtype
 
 
 def read_calibration(path: Path) -> Calibration:
-    """The file that ``loss.noise`` names. ``InputError`` where it is not one."""
+    """Read a file of ``calibrate``. Raises ``InputError`` if it cannot be read or is not valid."""
     try:
         return Calibration.model_validate_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         problem = f": {error.strerror}"
     except UnicodeDecodeError:
-        problem = ": not text in UTF-8"
+        problem = ": it is not UTF-8 text"
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
         what = f"{where}: {error.errors()[0]['msg']}"
@@ -177,11 +173,8 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def noise_of_run(config: Config) -> Noise | None:
-    """The noise in S of a run, as far as it was measured.
-
-    Raises:
-        InputError: ``loss.noise`` is of another run, or the band lies inside the noise.
-    """
+    """Return the noise in a run's S from the file ``loss.noise``; None without one. Raises ``InputError`` if
+    the file does not fit the run's configuration, or the band lies inside the noise."""
     path = config.loss.noise_file()
     if path is None:
         return None
@@ -193,12 +186,12 @@ def noise_of_run(config: Config) -> Noise | None:
 
 
 def lengths_up_to(longest: int) -> list[int]:
-    """Powers of 2 from 16 on, and the longest."""
+    """Return the powers of 2 from 16 to below ``longest``, and ``longest``."""
     return [*(2**i for i in range(4, 31) if 2**i < longest), longest]
 
 
 def interval(estimate: Estimate) -> Interval:
-    """The figure as JSON has it."""
+    """Convert an estimate for JSON: None for non-finite values."""
     figures = (estimate.value, estimate.low, estimate.high)
     value, low, high = (x if math.isfinite(x) else None for x in figures)
     return value, low, high

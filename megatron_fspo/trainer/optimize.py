@@ -1,14 +1,14 @@
-"""The optimizer steps on one rollout, each in the order in which it happens.
+"""The optimizer steps on one rollout. Each of them consists of:
 
-1. Forward and backward on the packs of a mini-batch: the gradient, and a record of every sequence.
-2. Responses that make the gradient not finite leave the packs, and 1. is done again.
-3. Sequences whose loss is not finite are named and counted, up to the share that a run allows.
-4. A policy too far from the one that S starts from ends the run (``optimizer.max_kl``).
-5. A gradient far larger than those before it moves nothing (``optimizer.skip_norm_ratio``): clipping bounds
-   the size of such a step, not its direction, and Adam remembers it.
-6. The weights move, and the band of the loss learns from S.
+1. Forward and backward on the packs of a mini-batch, which gives the gradient and a record of each sequence.
+2. If the gradient is not finite, remove the responses that cause it from the packs, and repeat 1.
+3. Name and count sequences with a non-finite loss, up to the share that the run allows.
+4. End the run if the policy is too far from the old policy (``optimizer.max_kl``).
+5. Skip the step if its gradient is far larger than recent ones (``optimizer.skip_norm_ratio``). Clipping
+   would bound the size of the step, but not its direction, and Adam's moments would keep it.
+6. Update the weights, and let the band of the loss learn from S.
 
-Until 6. the weights are those of before the optimizer step, also where the run ends.
+The weights do not change before 6., even if the run ends.
 """
 
 from __future__ import annotations
@@ -36,76 +36,74 @@ from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.rollout import Rollout
 
 FEWEST_NORMS = 8
-"""Gradient norms that must be known before one is judged."""
+"""Number of past gradient norms required to detect spikes."""
 _NAMED = 8
-"""Responses that a message names at most."""
+"""Maximum number of responses that a message names."""
 
 
 @dataclass(kw_only=True)
 class Step:
-    """A training step from its responses to its last optimizer step."""
+    """State of a training step, from its responses to its last optimizer step."""
 
     rollout: Rollout
     packs: Packs
     """The packs of all mini-batches, with their old log-probs."""
     sizes: list[int]
-    """Packs of each mini-batch."""
+    """Number of packs of each mini-batch."""
     metrics: dict[str, float]
-    """Metrics of responses and old pass."""
+    """Metrics of the responses and the old pass."""
     warm: bool
-    """True if it began after the learning rate's warm-up."""
+    """True if the step began after the learning rate's warm-up."""
     on_policy: bool = True
-    """S = 0 before the next update: nothing has moved the policy since the old pass."""
+    """True if S = 0 in the next optimizer step, as the policy has not moved since the old pass."""
     moved: bool = False
-    """The policy is not the one that sampled: by an update of this rollout, or by earlier ones."""
+    """True if the policy differs from the one that sampled, by updates on this rollout or earlier ones."""
     updates: list[Update] = field(default_factory=list)
-    """One for every optimizer step taken."""
+    """One for each optimizer step taken."""
     first: list[SequenceRecord] = field(default_factory=list)
-    """Records of the first of them, before the policy has moved."""
+    """Records of the first optimizer step."""
     off_policy: list[SequenceRecord] = field(default_factory=list)
     measured: list[SequenceRecord] = field(default_factory=list)
-    """Those of them whose S says what updates do: the band is measured from these."""
+    """The off-policy records from which the band is measured."""
     tokens: list[Piece] = field(default_factory=list)
-    """Token log-probs of some of the off-policy records, for the run's folder."""
+    """Token log-probs of some of the off-policy records, for the run folder."""
     nonfinite: int = 0
-    """Sequences that optimizer steps had to do without, each counted in every one."""
+    """Number of dropped sequences, summed over optimizer steps."""
     old_report: Tensor | None = None
-    """Of the routers in the old pass; None without a pass or without experts."""
+    """Report of the routers in the old pass; None without an old pass or without experts."""
     reports: dict[int, Tensor] = field(default_factory=dict)
-    """Of the routers in each optimizer step; empty without experts."""
+    """Index of an optimizer step → report of its routers; empty without experts."""
     dropped: list[SequenceRecord] = field(default_factory=list)
-    """Records of responses that had to leave the packs, as they made a pass not finite."""
+    """Records of responses removed from the packs because they made a pass non-finite."""
 
     @property
     def turn(self) -> int:
-        """The number of the next mini-batch."""
+        """Index of the next mini-batch."""
         return len(self.updates) % len(self.sizes)
 
     def packs_of(self, turn: int) -> Packs:
-        """The packs of a mini-batch."""
+        """Return the packs of a mini-batch."""
         first = sum(self.sizes[:turn])
         return self.packs[first : first + self.sizes[turn]]
 
     def dropped_from(self, turn: int) -> list[SequenceRecord]:
-        """Records of the responses of a mini-batch that left the packs."""
+        """Return records of the responses that were removed from the packs of a mini-batch."""
         turns, n = len(self.sizes), self.rollout.lengths.numel()
         return [record for record in self.dropped if record.sample * turns // n == turn]
 
 
 def optimize(run: Training, step: Step) -> bool:
-    """Take the optimizer steps of a step: every mini-batch, ``batch.epochs`` times. Collective.
+    """Take the optimizer steps of a step: each mini-batch, ``batch.epochs`` times; return False if the step
+    was discarded. Collective.
 
-    When the job is asked to stop after the first of them, the weights have moved. Where the steps before are
-    saved, this one is thrown away at once: it can be made again. Where they are not, it is finished first.
-
-    Returns:
-        False where the step was thrown away.
+    If a stop is requested after the first optimizer step, the step is discarded if all steps before it are
+    saved, because a resumed run can repeat it; otherwise it is completed.
     """
     turns = len(step.sizes) * run.inputs.config.batch.epochs
     with run.log.phase("update_actor", turns, "step", run.timings) as progress:
         while len(step.updates) < turns:
             update, records = _update(run, step)
-            if not step.updates:  # the weights are still those of the old pass
+            if not step.updates:  # these used the weights of the old pass
                 step.first = records
             if step.on_policy:
                 if wrong := [r for r in records if r.counts and r.log_ratio_sum != 0]:
@@ -128,15 +126,13 @@ def optimize(run: Training, step: Step) -> bool:
 
 
 def is_stopping(run: Training) -> bool:
-    """Return True if the job was asked to stop; the same on all ranks. Collective."""
+    """Return True if a stop was requested; the same on all ranks. Collective."""
     return any_rank(run.groups.control.stop_requested, device=run.inputs.backend.device)
 
 
 def _update(run: Training, step: Step) -> tuple[Update, list[SequenceRecord]]:
-    """Take the next optimizer step; returns it, and the records of its sequences on all ranks.
-
-    Sequences that had to leave the packs are not among them.
-    """
+    """Take the next optimizer step; return it and the records of all ranks' sequences, without those that
+    were removed from the packs. Collective."""
     config = run.inputs.config.loss
     loss = PolicyLoss(
         objective=run.loss.objective(on_policy=step.on_policy),
@@ -161,7 +157,8 @@ def _update(run: Training, step: Step) -> tuple[Update, list[SequenceRecord]]:
 
 
 def _gradient(run: Training, step: Step, loss: PolicyLoss) -> tuple[Totals, list[SequenceRecord]]:
-    """Backward on the next mini-batch: sums of its metrics, and the records of its sequences on all ranks."""
+    """Run forward and backward on the next mini-batch; return the sums of its metrics, and the records of all
+    ranks' sequences. Collective."""
     kept = 0 if step.on_policy else run.inputs.config.log.tokens
     every = math.ceil(len(step.rollout) / kept) if kept else 0
     recorder = Recorder(len(step.updates) + 1, every)
@@ -171,8 +168,8 @@ def _gradient(run: Training, step: Step, loss: PolicyLoss) -> tuple[Totals, list
     if passes is not None:
         step.reports[len(step.updates)] = passes.report()
         flipped = passes.flipped()
-    # Every context-parallel rank saw the whole of its sequences; of a pipeline, only the last stage did. What
-    # follows on the records stops the run, so all have those of one rank.
+    # Context-parallel ranks all have the records of their sequences; of a pipeline, only the last stage has.
+    # Share those of one rank, because they decide control flow.
     records = recorder.records(run.groups.dp.rank(), flipped, run.groups.cp)
     records = share(records, group=run.groups.pp, source=-1)
     for group in (run.groups.tp, run.groups.cp):
@@ -184,7 +181,7 @@ def _gradient(run: Training, step: Step, loss: PolicyLoss) -> tuple[Totals, list
 
 
 def _routed(run: Training, packs: Packs) -> tuple[Packs, RouterPasses | None]:
-    """The packs as the update takes them: with what the routers of a mixture of experts are to do."""
+    """Add an update's instructions for the routers of a mixture of experts to the packs."""
     moe = run.inputs.config.moe
     return run.policy.with_routers(
         packs,
@@ -195,12 +192,9 @@ def _routed(run: Training, packs: Packs) -> tuple[Packs, RouterPasses | None]:
 
 
 def _drop_from_update(run: Training, step: Step, loss: PolicyLoss, records: Sequence[SequenceRecord]) -> None:
-    """Take the responses out of the packs that made the gradient of the next optimizer step not finite, and
-    forget the gradient; ``records`` are those of this optimizer step, of all ranks. Collective.
-
-    Raises:
-        TrainingError: more than ``loss.max_nonfinite_share`` of the mini-batch, or no response is to blame.
-    """
+    """Remove the responses that made the gradient non-finite from the packs, and reset the gradient.
+    ``records`` are all ranks' of this optimizer step. Raises ``TrainingError`` if no response causes it, or
+    more than ``loss.max_nonfinite_share`` of the mini-batch do. Collective."""
     run.policy.zero_gradients()
     packs, rank = step.packs_of(step.turn), run.groups.dp.rank()
     suspects = [r.sample for r in records if r.rank == rank and not math.isfinite(r.log_ratio_sum)]
@@ -215,21 +209,16 @@ def _drop_from_update(run: Training, step: Step, loss: PolicyLoss, records: Sequ
         where.append(f"Look at pack {number} of {len(packs)} of each data-parallel rank ({names})")
     raise TrainingError(
         f"{_which(run, step)}: the gradient is not finite, though every log-prob is. "
-        f"{'; '.join(where) or 'That of each pack alone is finite, their sum is not'}. The "
-        "weights are those of before this optimizer step. Resume from the last checkpoint with a smaller "
-        "optimizer.lr, or look for what overflows in the backward pass."
+        f"{'; '.join(where) or 'The gradient of each pack is finite, but their sum is not'}. The "
+        "weights are those before this optimizer step. Resume from the last checkpoint with a smaller "
+        "optimizer.lr, or look for an overflow in the backward pass."
     )
 
 
 def drop_culprits(run: Training, step: Step, packs: Packs, suspects: Sequence[int]) -> bool:
-    """Take the suspects that made ``packs`` not finite out of all packs of the step. Collective.
-
-    Returns:
-        True if there were any: the packs are others then, to be scored again.
-
-    Raises:
-        TrainingError: more than ``loss.max_nonfinite_share`` of a mini-batch.
-    """
+    """Remove those of the suspects that made ``packs`` non-finite from all packs of the step. Return True if
+    any were removed: the step then has new packs, to be scored again. Raises ``TrainingError`` if it is more
+    than ``loss.max_nonfinite_share`` of a mini-batch. Collective."""
     guilty = culprits(
         packs,
         suspects,
@@ -271,26 +260,25 @@ def _name(run: Training, step: Step, dropped: Sequence[SequenceRecord]) -> None:
 
 
 def _check_share(run: Training, step: Step, turn: int, count: int) -> None:
-    """Raise where ``count`` dropped sequences are too many for one mini-batch."""
+    """Raise ``TrainingError`` if ``count`` dropped sequences exceed the allowed share of a mini-batch."""
     of, limit = step.packs_of(turn).totals.num_sequences, run.inputs.config.loss.max_nonfinite_share
     if count > limit * of:
         raise TrainingError(
             f"step {run.step + 1}: {count} of {of} sequences of one optimizer step are not "
-            f"finite; loss.max_nonfinite_share allows {limit}. The weights are those of before this "
-            "optimizer step. Resume from the last checkpoint with a smaller optimizer.lr, or look for what "
-            "makes the logits non-finite."
+            f"finite; loss.max_nonfinite_share allows {limit}. The weights are those before this "
+            "optimizer step. Resume from the last checkpoint with a smaller optimizer.lr, or look for the "
+            "cause of the non-finite logits."
         )
 
 
 def check_kl(run: Training, step: Step, totals: Totals) -> None:
-    """End a run whose policy has left the one that S starts from: what follows would be learned from noise.
-    Collective.
+    """End the run if the policy is too far from the old policy to learn from the rollout. Collective.
 
-    By k1, the mean of log π_old - log π: it is unbiased, and a token moves it by its log-ratio only. In k3
-    one rare token that became likely counts e^15, which is no reason to stop.
+    The limit is on k1, the mean of log π_old − log π, which is unbiased and in which a token counts its
+    log-ratio. In k3, a rare token that became likely can count e^15, which is no reason to stop.
 
     Raises:
-        TrainingError: a row of the step so far is in the log.
+        TrainingError: the limit is exceeded; the metrics of the step so far are in the log.
     """
     metrics = means(totals)
     kl, limit = metrics["actor/ppo_kl"], run.inputs.config.optimizer.max_kl
@@ -300,7 +288,7 @@ def check_kl(run: Training, step: Step, totals: Totals) -> None:
             run,
             step,
             metrics,
-            f"the policy is {kl:.3g} nats per token (actor/ppo_kl) from the one that S starts from; "
+            f"the policy is {kl:.3g} nats per token (actor/ppo_kl) away from the old policy; "
             f"optimizer.max_kl allows {limit:g}",
         )
 
@@ -308,12 +296,12 @@ def check_kl(run: Training, step: Step, totals: Totals) -> None:
 def is_to_be_skipped(run: Training, step: Step, totals: Totals, grad_norm: float) -> bool:
     """Return True, with a warning, if the gradient is a spike. Collective.
 
-    That is a global norm, before clipping, of more than ``optimizer.skip_norm_ratio`` times the median of the
-    last ones, which a few spikes do not move. Norms of spikes are not remembered, as they would become usual;
-    nor is 0, which a mini-batch without any advantage has.
+    A spike is a global norm, before clipping, above ``optimizer.skip_norm_ratio`` times the median of recent
+    norms. These exclude spikes, which would raise the median, and 0, the norm of a mini-batch without
+    advantages.
 
     Raises:
-        TrainingError: more than ``optimizer.max_skips`` in a row; a row of the step so far is in the log.
+        TrainingError: more than ``optimizer.max_skips`` spikes in a row; the metrics so far are in the log.
     """
     options = run.inputs.config.optimizer
     if options.skip_norm_ratio is None:
@@ -326,23 +314,23 @@ def is_to_be_skipped(run: Training, step: Step, totals: Totals, grad_norm: float
             run.norms.append(grad_norm)
         return False
     run.skips_in_a_row += 1
-    reason = f"the gradient norm is {grad_norm:.3g}, the median of those before it {usual:.3g}"
+    reason = f"the gradient norm is {grad_norm:.3g}, but the median of recent ones is {usual:.3g}"
     if run.skips_in_a_row > options.max_skips:
         _end(
             run,
             step,
             means(totals) | {"actor/grad_norm": grad_norm},
-            f"{reason}, a spike in {run.skips_in_a_row} steps in a row; optimizer.skip_norm_ratio = "
-            f"{options.skip_norm_ratio:g} skips such a step, optimizer.max_skips allows {options.max_skips}",
+            f"{reason}. This is spike {run.skips_in_a_row} in a row with optimizer.skip_norm_ratio = "
+            f"{options.skip_norm_ratio:g}; optimizer.max_skips allows {options.max_skips}",
         )
     run.log.warn(
-        "gradient spike", f"{_which(run, step)}: skipped, as {reason} (in a row: {run.skips_in_a_row})"
+        "gradient spike", f"{_which(run, step)}: skipped because {reason} (in a row: {run.skips_in_a_row})"
     )
     return True
 
 
 def _end(run: Training, step: Step, metrics: Mapping[str, float], reason: str) -> NoReturn:
-    """End the run before the optimizer step, with a row of the step so far. Collective."""
+    """End the run before the optimizer step, after logging the step's metrics so far. Collective."""
     run.end_save(wait=True, prune=False)
     run.log.step(run.step + 1, {**step.metrics, **metrics, **run.timings})
     written = checkpoints(run.inputs.config)
@@ -354,15 +342,13 @@ def _end(run: Training, step: Step, metrics: Mapping[str, float], reason: str) -
 
 
 def _which(run: Training, step: Step) -> str:
-    return f"step {run.step + 1}, optimizer step {len(step.updates) + 1} of it"
+    return f"step {run.step + 1}, optimizer step {len(step.updates) + 1}"
 
 
 def _tell_off_policy(run: Training, wrong: Sequence[SequenceRecord], rollout: Rollout) -> None:
-    """S of the first update must be 0: old and new pass are the same pass.
-
-    In FP8 what makes them differ (a stale copy of a weight, other packs) moves S by as much as learning does:
-    the run stops. Otherwise it can only be kernels that add up in an order that changes: it is said.
-    """
+    """Report that S is not 0 in an on-policy update, where old and new pass should be identical. With FP8
+    this raises ``TrainingError``, as the causes (a stale copy of a weight, other packs) change S as much as
+    learning does. Otherwise the cause is a varying order of summation, and this logs a line."""
     worst = max(wrong, key=lambda r: abs(r.log_ratio_sum))
     fp8 = run.inputs.config.fp8
     text = (
@@ -370,20 +356,20 @@ def _tell_off_policy(run: Training, wrong: Sequence[SequenceRecord], rollout: Ro
         f"{rollout.name(worst.sample)} (L = {worst.length})"
     )
     if fp8.recipe == "none":
-        run.log.say(f"{text}: kernels whose sums change from pass to pass")
+        run.log.say(f"{text}: kernels sum in an order that changes from pass to pass")
         return
     raise TrainingError(
-        f"{text}: with fp8.recipe = {fp8.recipe} the passes of old and new log-probs differ. Likeliest "
-        "causes: one of them began without fresh FP8 copies of the weights, or had other packs. The last "
-        "checkpoint is of before this step; fp8.recipe = none trains in bfloat16"
+        f"{text}: with fp8.recipe = {fp8.recipe}, the passes of old and new log-probs differ. Likely causes: "
+        "one pass did not have fresh FP8 copies of the weights, or had other packs. The last checkpoint is "
+        "from before this step; to resume in bfloat16, set fp8.recipe = none"
     )
 
 
 def observe(
     loss: LossState, records: Sequence[SequenceRecord], *, kl_k3: float, warm: bool, groups: ParallelGroups
 ) -> None:
-    """Let the band learn from one off-policy mini-batch. The same band on every rank after it. Collective."""
+    """Update the loss's state from one off-policy mini-batch, identically on every rank. Collective."""
     sums, lengths = as_tensors(records)
     loss.observe(sums, lengths, kl_k3=kl_k3, sigma=sigma_of(records), warm=warm)
-    # Powers, means and medians of the same numbers, but perhaps on another processor: the first rank's.
+    # Results may differ in rounding on other processors, so use the first rank's.
     loss.load_state_dict(agreed(loss.state_dict(), groups))

@@ -1,4 +1,4 @@
-"""Everything a run needs from disk, checked before the first process group forms; and what it computes on."""
+"""Reads and checks a run's inputs before process groups are built; also describes the machine."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from megatron_fspo.weights import (
 )
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""By ``model.dtype``."""
+"""``model.dtype`` → dtype."""
 _CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """A checked run."""
+    """The checked inputs of a run or evaluation."""
 
     config: Config
     backend: Backend
@@ -59,22 +59,22 @@ class Inputs:
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
     train: tuple[Prompt, ...]
-    """Prompts of all training sets, numbered through."""
+    """Prompts of all training sets, numbered across sets."""
     validation: tuple[Prompt, ...]
-    """Prompts of all evaluation sets, numbered through; ``Prompt.dataset`` tells them apart."""
+    """Prompts of all evaluation sets, numbered across sets; ``Prompt.dataset`` names the set."""
     noise: Noise | None
-    """The noise of S, where ``loss.noise`` names a file."""
+    """The noise in S, if ``loss.noise`` names a file."""
     notes: tuple[str, ...] = ()
-    """Lines on layers and head, and on what of the data was left out."""
+    """Lines to log about layers, head, and data that was left out."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included: what rewards and the search for stop strings read."""
+        """Decode tokens, including special ones, for rewards and the search for stop strings."""
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
     @cached_property
     def environment(self) -> Environment | None:
-        """That of ``environment.name``."""
+        """The environment that ``environment.name`` names, or None."""
         return _environment(self.config, self.tokenizer, self.stop_token_ids)
 
     @property
@@ -84,7 +84,7 @@ class Inputs:
 
 
 def _adapted(config: Config, arch: Architecture, trains: bool) -> Architecture:
-    """The model with the adapters that the run trains; ``InputError`` where they cannot be."""
+    """Add the adapters that the run trains to the architecture. Raises ``InputError`` if they are invalid."""
     arch = replace(arch, adapters=adapters_of(config.lora, arch) if trains else None)
     if arch.adapters and config.lora.start:
         read_adapters(config.lora.start, arch)
@@ -92,17 +92,9 @@ def _adapted(config: Config, arch: Architecture, trains: bool) -> Architecture:
 
 
 def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains: bool = True) -> Inputs:
-    """Read and check what the configuration names: all that does not hang on what is already wrong.
-
-    Args:
-        config: of the run.
-        world_size: ranks of the job.
-        elsewhere: the run will be on GPUs of another machine: what only they can tell is not checked.
-        trains: False for an evaluation, which needs no training prompts, no ``loss.noise`` and no wandb.
-
-    Raises:
-        InputErrors: what is wrong.
-    """
+    """Read and check everything that the configuration names. Raises ``InputErrors`` with all independent
+    errors. ``elsewhere``: the run will use GPUs of another machine, so skip checks that need them;
+    ``trains``: False for an evaluation, which needs no training prompts, ``loss.noise`` or trackers."""
     attempt = Attempts()
     backend: Backend | None
     if elsewhere:
@@ -165,12 +157,12 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
 
 
 def _disagreements(config: Config, world_size: int, arch: Architecture | None) -> Iterator[str]:
-    """What is wrong with keys for a job of so many ranks, and a model."""
+    """Yield errors of keys that do not fit each other, the number of ranks (0: evaluation), or the model."""
     data = world_size // config.parallel.model_size
     if config.rollout.prompts < data:
         yield (
             f"rollout.prompts = {config.rollout.prompts} is less than the {data} data-parallel ranks: some "
-            "would sample nothing"
+            "ranks would have no prompts"
         )
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     keys = "data.max_prompt_tokens + rollout.max_response_tokens"
@@ -182,9 +174,9 @@ def _disagreements(config: Config, world_size: int, arch: Architecture | None) -
             f"{keys} = {longest}, but the model's max_position_embeddings is {arch.max_position_embeddings}"
         )
     if arch is not None and arch.experts is None and config.moe.in_use:
-        yield "the keys of [moe] are for a mixture of experts, which the model is not"
+        yield "the keys of [moe] need a mixture of experts, but the model is dense"
     if arch is not None and arch.num_experts > NO_ROUTE:
-        yield f"a layer of the model has {arch.num_experts} experts, {NO_ROUTE} is the most: routes are bytes"
+        yield f"a layer of the model has {arch.num_experts} experts; the maximum is {NO_ROUTE}"
     if config.data.validation is None and config.evaluation.every:
         yield "evaluation.every > 0 needs data.validation (or set evaluation.every = 0)"
 
@@ -224,20 +216,11 @@ def _prompts(sets: Sequence[LoadedSet]) -> tuple[Prompt, ...]:
 
 
 def check_run(config: Config, *, world_size: int, resume: Resume, here: bool) -> list[str]:
-    """Check what a run reads, its folder and its servers, all at once, for ``train --check``.
+    """Check a run's inputs, folder and servers, for ``train --check``. Return a line for each thing that was
+    not checked or is not available yet. Raises ``InputErrors`` with all errors.
 
-    Args:
-        config: of the run.
-        world_size: ranks that the run will have.
-        resume: the flag ``--resume``.
-        here: the run will be on this machine, and now. If it need not be (on a login node, say), a server
-            that does not answer is no problem; nor is a missing GPU, and what only one can tell is left out.
-
-    Returns:
-        what was not checked or is not there yet, a line each.
-
-    Raises:
-        InputErrors: everything that is wrong.
+    ``here``: the run will start now and on this machine. Otherwise, as on a login node, servers may be
+    unreachable, and without a GPU the checks that need one are skipped.
     """
     elsewhere = not here and config.model.backend == "cuda" and not torch.cuda.is_available()
     attempt = Attempts()
@@ -250,18 +233,18 @@ def check_run(config: Config, *, world_size: int, resume: Resume, here: bool) ->
     )
     attempt.wrong(*(absent if here else ()))
     attempt.end()
-    notes = ["no GPU here: model.layers, model.head and fp8 were not tried"] if elsewhere else []
+    notes = ["no GPU here: model.layers, model.head and fp8 were not checked"] if elsewhere else []
     return notes + absent
 
 
 def needs_of(config: Config) -> Needs:
-    """What a run needs of its servers."""
+    """Return the features that a run needs its servers to have."""
     return Needs(routes=config.moe.replay == "rollout", lora_rank=config.lora.rank)
 
 
 def machine(backend: Backend) -> dict[str, Any]:
-    """Describe the first rank's machine, as JSON types, for the report of the run: ``processes`` of the job,
-    their ``device`` by name, the ``cpu`` and its ``cores``, whose ``layers``, ``versions`` of packages."""
+    """Describe this rank's machine as JSON types, for the run's report: number of ``processes`` in the job,
+    name of the ``device``, ``cpu``, ``cores``, kind of ``layers``, and ``versions`` of packages."""
     cpu = cpu_name(_CPUINFO.read_text(encoding="utf-8", errors="replace") if _CPUINFO.exists() else "")
     cuda = {"CUDA": torch.version.cuda} if backend.device.type == "cuda" and torch.version.cuda else {}
     return {
@@ -275,6 +258,6 @@ def machine(backend: Backend) -> dict[str, Any]:
 
 
 def cpu_name(cpuinfo: str) -> str:
-    """Read the processor from Linux's ``/proc/cpuinfo``; the architecture where that does not say."""
+    """Return the processor's name from the text of ``/proc/cpuinfo``, or the architecture if it has none."""
     name = re.search(r"^model name\s*:\s*(\S.*?)\s*$", cpuinfo, re.MULTILINE)
     return name[1] if name else platform.machine()

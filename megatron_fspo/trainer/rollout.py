@@ -1,5 +1,5 @@
-"""The responses of one step: what every rank knows of them, the tokens, which few ranks hold, and how the
-tokens come into the packs of the ranks that train on them."""
+"""The responses of one step: a table that all ranks have, tokens that only some ranks hold, and the exchange
+of tokens for the packs of the ranks that train on them."""
 
 from __future__ import annotations
 
@@ -30,74 +30,74 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """n responses, ``samples`` to each prompt, prompt by prompt. Tensors are [n], on the CPU, and the same on
-    every rank."""
+    """The n responses of a step, ordered by prompt, with ``samples`` per prompt. Tensors are [n], on the CPU,
+    and the same on every rank."""
 
     prompts: Sequence[Prompt]
     samples: int
     lengths: Tensor
-    """int64, L: tokens of the response that the policy wrote, the stop token included."""
+    """int64 L: response tokens that the policy wrote, including the stop token."""
     response_lengths: Tensor
-    """int64, all tokens after the prompt: more than L where an environment inserted some."""
+    """int64: all tokens after the prompt; more than L if an environment inserted some."""
     rewards: Tensor
-    """float64: what is learned from."""
+    """float64: the rewards used for learning."""
     scores: Tensor
-    """float64: the grade of the first reward alone, what accuracy is made of."""
+    """float64: the scores of the first reward alone, used for accuracy."""
     advantages: Tensor
-    """float64; NaN until they are known."""
+    """float64; NaN until they are computed."""
     truncated: Tensor
-    """bool: cut off at the longest length that was asked for."""
+    """bool: True if the response reached a length limit."""
     oldest_version: Tensor
-    """int64, of the weights that sampled any of it."""
+    """int64: oldest weight version that sampled any of its tokens."""
     version_tokens: Tensor
-    """int64, Σ over its L tokens of the version that sampled them."""
+    """int64: sum over its L tokens of the weight versions that sampled them."""
     spans: Tensor
-    """int64, how many versions sampled it."""
+    """int64: number of weight versions that sampled it."""
     last_version: Tensor
-    """int64, of the weights that sampled its end."""
+    """int64: weight version that sampled its end."""
     last_start: Tensor
-    """int64, where in the response their tokens begin."""
+    """int64: position in the response at which the tokens of ``last_version`` begin."""
     owner: Tensor
-    """int64, the data-parallel rank that holds its tokens."""
+    """int64: data-parallel rank that holds its tokens."""
     routed: Tensor
-    """int64: 1 with the sampler's routes, -1 without, 0 where none were asked for."""
+    """int64: 1 with the sampler's routes, -1 without, 0 if none were requested."""
     turns: Tensor
-    """int64, of the policy."""
+    """int64: turns of the policy."""
     rows: Tensor
-    """int64, of its trajectory: more than 1 where an environment wrote the context anew."""
+    """int64: rows of its trajectory; more than 1 if an environment rewrote the context."""
     failures: Tensor
-    """int64, replies of the environment that failed."""
+    """int64: environment replies that failed."""
     environment_seconds: Tensor
-    """float64, that its replies took."""
+    """float64: total time of the environment's replies."""
     held: Mapping[int, Completion]
-    """Responses that this rank holds, by number: on the first rank of each model copy; others hold none."""
+    """Responses that this rank holds, by number; only the first rank of each model copy holds any."""
     grades: Mapping[int, Grade]
-    """Grades that this rank gave, by number; not always of what it holds."""
+    """Grades that this rank computed, by number; not always of responses that it holds."""
     route_problem: str = ""
-    """Why the first response without routes that this rank held has none."""
+    """Why the first response held by this rank without routes has none."""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @property
     def prompt_lengths(self) -> Tensor:
-        """[n] int64."""
+        """int64 [n]: number of prompt tokens."""
         return torch.tensor([len(prompt.token_ids) for prompt in self.prompts]).repeat_interleave(
             self.samples
         )
 
     @property
     def spread(self) -> Tensor:
-        """[prompts] bool: the group teaches something, as not all of its advantages are 0."""
+        """bool [prompts]: True if not all advantages of the group are 0."""
         return (self.advantages.view(-1, self.samples) != 0).any(1)
 
     def name(self, number: int) -> str:
-        """Name a response in a message."""
+        """Name a response, for messages."""
         prompt = self.prompts[number // self.samples]
         return f"prompt {prompt.index}, response {number % self.samples}"
 
     def fresh_from(self, version: int) -> Tensor:
-        """[n] position in prompt and response from which on all that follows was sampled by these weights."""
+        """Return int64 [n]: position in prompt and response after which ``version`` sampled all tokens."""
         first = torch.where(self.last_version == version, self.last_start, self.response_lengths)
         return self.prompt_lengths - 1 + first
 
@@ -107,17 +107,16 @@ COLUMNS = (
     *("spans", "last_version", "last_start", "owner", "routed", "turns", "rows", "failures"),
     *("environment_seconds", "rewards", "scores"),
 )
-"""Fields of the table that ranks make together: those that :func:`describe` gives, in its order, then
-:data:`GRADES`."""
+"""Columns of the table that ranks fill together: the values of :func:`describe` in order, then the grades."""
 GRADES = 2
-"""The last columns, which the rank that grades fills in."""
+"""Number of last columns, filled by the rank that grades."""
 _PER_RESPONSE = (*COLUMNS, "advantages")
 _TYPES = {name: torch.float64 for name in ("environment_seconds", "rewards", "scores")}
 _TYPES["truncated"] = torch.bool
 
 
 def describe(completion: Completion, owner: int) -> tuple[float, ...]:
-    """One response as numbers, without its grades; integers stay exact in float64."""
+    """Return the table row of a response, without its grades; integers stay exact in float64."""
     whole = VersionSpan(version=completion.weight_version, start=0, end=len(completion.token_ids))
     spans = completion.version_spans or (whole,)
     turns = product(spans, completion.written)
@@ -146,7 +145,7 @@ def rollout_of(
     held: Mapping[int, Completion],
     grades: Mapping[int, Grade] | None = None,
 ) -> Rollout:
-    """Make one from a table [n, columns], the fields of :data:`COLUMNS`; advantages are still to come."""
+    """Create a rollout, without advantages, from a table [n, columns] with :data:`COLUMNS`."""
     columns = {
         name: column.to(_TYPES.get(name, torch.long))
         for name, column in zip(COLUMNS, table.unbind(1), strict=True)
@@ -164,13 +163,13 @@ def rollout_of(
 
 
 def with_advantages(rollout: Rollout, advantages: Tensor) -> Rollout:
-    """Return the rollout with these [prompts, samples] advantages."""
+    """Return the rollout with these advantages [prompts, samples]."""
     return replace(rollout, advantages=advantages.flatten().double())
 
 
 def join(rollouts: Sequence[Rollout]) -> Rollout:
-    """The groups of several rollouts, all of one size, one rollout after the other, each response with
-    whoever holds it."""
+    """Concatenate the groups of several rollouts with the same number of samples; responses stay on the ranks
+    that hold them."""
     starts = list(accumulate(map(len, rollouts), initial=0))
 
     def renumbered(items: Sequence[Mapping[int, T]]) -> dict[int, T]:
@@ -190,7 +189,7 @@ def join(rollouts: Sequence[Rollout]) -> Rollout:
 
 
 def select(rollout: Rollout, groups: Sequence[int]) -> Rollout:
-    """Some groups of a rollout, in this order; their responses are numbered anew."""
+    """Return a rollout of some groups, in this order; responses are renumbered."""
     n = rollout.samples
     numbers = [group * n + i for group in groups for i in range(n)]
     columns: dict[str, Any] = {name: getattr(rollout, name)[numbers] for name in _PER_RESPONSE}
@@ -204,11 +203,10 @@ def select(rollout: Rollout, groups: Sequence[int]) -> Rollout:
 
 
 def sampling_metrics(rollout: Rollout, *, environment: bool = False) -> dict[str, float]:
-    """Rewards, advantages and lengths of one rollout: of all responses, in a pack or not.
+    """Return metrics of rewards, advantages and lengths over all responses, in a pack or not.
 
-    ``critic/no_spread`` is the share of groups whose advantages are all 0. With an environment: turns, rows,
-    the seconds of its replies in a trajectory, the share of them that failed, and the share of the tokens
-    after the prompts that it inserted.
+    ``critic/no_spread`` is the share of groups whose advantages are all 0. With an environment: turns, rows
+    and seconds of replies per trajectory, failures per turn, and the inserted share of tokens after prompts.
     """
     columns = {
         "critic/score": rollout.scores,
@@ -236,21 +234,15 @@ def sampling_metrics(rollout: Rollout, *, environment: bool = False) -> dict[str
 
 
 def staleness_metrics(rollout: Rollout, step: int, *, limit: int) -> dict[str, float]:
-    """Measure how many versions older than the trainer's the weights were that sampled.
-
-    Returns:
-        ``rollout/staleness/mean`` over tokens and ``/max``; ``rollout/partial``: share of responses that an
-        update met half-way, so that several versions wrote them.
-
-    Raises:
-        TrainingError: a token is older than ``limit`` versions.
-    """
+    """Return ``rollout/staleness/mean`` (over tokens) and ``/max``, the number of versions by which sampling
+    weights are behind the trainer's, ``step``; and ``rollout/partial``, the share of responses sampled by
+    several versions. Raises ``TrainingError`` if a token is more than ``limit`` versions old."""
     tokens = int(rollout.lengths.sum())
     oldest = step - int(rollout.oldest_version.min())
     if oldest > limit:
         raise TrainingError(
             f"step {step + 1}: a response is from weights {oldest} versions old, "
-            f"rollout.max_staleness = {limit}"
+            f"but rollout.max_staleness = {limit}"
         )
     return {
         "rollout/staleness/mean": (step * tokens - int(rollout.version_tokens.sum())) / max(tokens, 1),
@@ -260,7 +252,7 @@ def staleness_metrics(rollout: Rollout, step: int, *, limit: int) -> dict[str, f
 
 
 def layout_of(config: Config, arch: Architecture, groups: ParallelGroups, backend: Backend) -> PackLayout:
-    """The layout that all packs of a run have."""
+    """Return the layout of all packs of a run."""
     costs = partial(attention_costs, linear_size=arch.layer_size, attention_size=arch.q_size)
     return replace(
         pack_layout(
@@ -277,10 +269,10 @@ def layout_of(config: Config, arch: Architecture, groups: ParallelGroups, backen
 
 
 def routing_of(config: Config, arch: Architecture) -> Routing | None:
-    """What is asked of a sampler whose routes are replayed; None for any other."""
+    """Return the sizes of the sampler's routes if the run replays them, else None."""
     if config.moe.replay != "rollout":
         return None
-    assert arch.experts is not None  # prepare() refuses others
+    assert arch.experts is not None  # prepare() checks this
     return Routing(layers=arch.num_layers, experts=arch.num_experts, per_token=arch.experts.per_token)
 
 
@@ -293,15 +285,15 @@ def make_mini_batches(
     routing: Routing | None = None,
     layers: Sequence[int] = (),
 ) -> tuple[Packs, list[int]]:
-    """This rank's micro-batches of all mini-batches, and how many each has; with ``routing`` they have the
-    sampler's routes through ``layers``, those of the model that this rank has routers of. Collective.
+    """Return this rank's packs of all mini-batches, and the number of packs of each. With ``routing`` they
+    have the sampler's routes through ``layers``, the layers with routers on this rank. Collective.
 
-    A mini-batch is a run of whole prompts. Every rank knows all lengths and computes the same plan, so N and
-    T need no collective and do not depend on how the batch is split. Then each token goes from the rank
-    that holds it to the one that trains on it.
+    A mini-batch has consecutive prompts. Every rank knows all lengths and computes the same plan, so N and T
+    need no collective and do not depend on how the batch is split. Tokens are then sent from the ranks that
+    hold them to the ranks that train on them.
 
-    A response with A = 0 has no policy gradient. Unless a bonus on the entropy, a penalty on the KL or a loss
-    of the routers wants it, it counts in N and T and is in no pack.
+    A response with A = 0 has no policy gradient: it counts in N and T but is in no pack, unless an entropy
+    bonus, a KL penalty or a router loss needs it.
     """
     idle = left_out(config, rollout)
     prompt_lengths, response_lengths = rollout.prompt_lengths.tolist(), rollout.response_lengths.tolist()
@@ -330,7 +322,7 @@ def make_mini_batches(
     size, rank = groups.dp.size(), groups.dp.rank()
     owner = rollout.owner.tolist()
     wanted = [sorted(n for plan in plans for pack in plan[to] for n in pack) for to in range(size)]
-    # In the order in which they come: owner after owner.
+    # In the order in which they arrive: by owner.
     numbers = sorted(wanted[rank], key=lambda number: (owner[number], number))
     here = rollout.response_lengths[numbers].tolist()
     bring = partial(_bring, rollout, wanted, groups, layout.device)
@@ -363,9 +355,9 @@ def _bring(
     dtype: torch.dtype,
     size: int,
 ) -> Tensor:
-    """[size]: a field of the responses that this rank's model copy wants, of those that have it, owner after
-    owner. Collective."""
-    # The first ranks of the model copies exchange them; each hands its own on to those that share its model.
+    """Return [size]: a field of all responses that this rank's model copy trains on and that have it, ordered
+    by owner. Collective."""
+    # The first ranks of the model copies exchange values and broadcast them within their copies.
     if groups.first_of_copy:
         rows = [[getattr(rollout.held[n], name) for n in to if n in rollout.held] for to in wanted]
         outgoing = [[as_row(row, dtype).flatten() for row in some if row is not None] for some in rows]
@@ -382,7 +374,7 @@ def _routes(
     routing: Routing,
     layers: Sequence[int],
 ) -> Tensor:
-    """uint8 [Σ (P + R - 1), layers, k] of these responses; those without have no route. Collective."""
+    """Return the responses' routes, uint8 [Σ (P + R − 1), layers, k], ``NO_ROUTE`` if unknown. Collective."""
     tokens = (rollout.prompt_lengths + rollout.response_lengths - 1)[numbers]
     known = (rollout.routed[numbers] > 0).repeat_interleave(tokens)
     shape = (int(known.sum()), routing.layers, routing.per_token)
@@ -393,7 +385,7 @@ def _routes(
 
 
 def left_out(config: Config, rollout: Rollout, dropped: Sequence[int] = ()) -> Tensor:
-    """bool [responses]: which are in no pack; ``dropped`` are numbers of those that had to leave theirs."""
+    """Return bool [responses]: True for responses in no pack, including ``dropped``, those removed later."""
     loss, moe = config.loss, config.moe
     others = loss.entropy_coef or loss.kl_coef or moe.aux_loss_coef or moe.z_loss_coef
     idle = rollout.lengths < 0 if others else rollout.advantages == 0

@@ -1,13 +1,12 @@
-"""The next prompts, the responses of the policy, and their grades, over all ranks.
+"""Requests responses to the next prompts, and collects them with their grades, over all ranks.
 
-The batch of step k is trained on weights k. With ``rollout.max_staleness`` = K the batches up to k + K are
-asked for before step k trains, and sampled meanwhile: no token is from weights older than K versions when it
-is learned from. K = 0 is the synchronous algorithm. Further prompts of step k are asked for at its turn, and
-sampled by weights k.
+Step k starts from weights of version k. With ``rollout.max_staleness`` = K, batches up to step k + K are
+requested before step k trains, and sampled meanwhile, so a step trains on tokens at most K versions old.
+K = 0 is the synchronous algorithm. Further prompts of step k are requested in step k.
 
-Batches are made of prompts in their order and waited for to the last response. To train on whoever is done
-first would favour short responses. Tokens stay on the rank that has them; all ranks learn the lengths,
-rewards and versions.
+Batches consist of consecutive prompts, and a step waits for all their responses: training on the first that
+finish would favour short ones. Tokens stay on the ranks that receive them; all ranks get lengths, rewards and
+versions.
 """
 
 from __future__ import annotations
@@ -49,32 +48,33 @@ from megatron_fspo.trainer.rollout import (
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 
 FAILED_REWARD = "reward_error.json"
-"""The file with the response for which the reward failed."""
+"""Name of the file with the response for which a reward failed."""
 _SLACK_SECONDS = 60.0
-"""Beyond ``parallel.wait_seconds``, for the main thread of a rank whose reward computes without end."""
+"""Time after ``parallel.wait_seconds`` until a process ends in which a reward blocks all other threads."""
 _STOP_SECONDS = 3.0
-"""For grades that are still missing when the job is asked to stop in an evaluation."""
+"""Time for missing grades of an evaluation after a stop was requested."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Responses that were asked for."""
+    """Requested responses."""
 
     prompts: Sequence[Prompt]
     """The prompts of all ranks."""
     samples: int
-    """Responses to each."""
+    """Responses per prompt."""
     mine: range
     """Positions of this data-parallel rank's prompts."""
     pending: Pending
     grades: Mapping[int, PendingGrade]
-    """Grades to come of the responses that this rank grades, by number: all once ``pending`` has returned."""
+    """Response number → pending grade, for responses that this rank grades; complete when ``pending`` has
+    returned."""
 
 
 def make_grader(config: Config, groups: ParallelGroups) -> Grader | None:
-    """The grader of a rank that hears of responses at first hand: the first one of the job, which talks to
-    the servers, or the first one of each model copy. None on the others, so that a reward may be slow,
-    random or a remote call."""
+    """Return the grader of a rank that receives responses from the sampler: the first rank of the job with
+    vLLM servers, otherwise the first rank of each model copy. None on other ranks, so that each response is
+    graded once, by rewards that may be slow, random or remote."""
     servers = config.rollout.engine == "vllm"
     if not (dist.get_rank() == 0 if servers else groups.first_of_copy):
         return None
@@ -84,8 +84,8 @@ def make_grader(config: Config, groups: ParallelGroups) -> Grader | None:
 
 
 def _watch(grader: Grader, control: Control) -> None:
-    """End calls that last too long, beside the main thread: one that computes leaves that few turns. One that
-    keeps Python's lock to itself ends the process, which prints what its threads were at."""
+    """Interrupt reward calls that take too long, from a separate thread, as they may slow down the main one.
+    If a call holds the GIL, the process ends and prints the tracebacks of its threads."""
     limit = control.patience.wait
     while not grader.closed.wait(SLICE):
         grader.interrupt(1.0 if control.stop_requested else limit)
@@ -101,8 +101,8 @@ def ask(
     prompts: Sequence[Prompt],
     params: SamplingParams,
 ) -> Batch:
-    """Ask for responses to all prompts; each data-parallel rank for its share. Each is graded as soon as it
-    is there, while others are sampled and the trainer learns. Collective."""
+    """Request responses to all prompts, of which each data-parallel rank receives its share. Each response is
+    graded when it arrives, while others are sampled and the trainer trains. Collective."""
     mine = range(groups.dp.rank(), len(prompts), groups.dp.size())
     grades: dict[int, PendingGrade] = {}
 
@@ -118,7 +118,7 @@ def ask(
 def sampling_params(
     inputs: Inputs, options: sections.Rollout | sections.Evaluation, samples: int, seed: int
 ) -> SamplingParams:
-    """What an engine is asked for per prompt, with temperature and top-p of a section."""
+    """Return the sampling parameters, with temperature and top-p from the section ``options``."""
     rollout, environment = inputs.config.rollout, inputs.config.environment
     return SamplingParams(
         n=samples,
@@ -137,7 +137,7 @@ def sampling_params(
 
 
 class RolloutQueue:
-    """Batches that were asked for and are still to be learned from; ``step`` is the first to ask for."""
+    """Batches that were requested but not yet taken for training; ``step`` is the first one to request."""
 
     def __init__(
         self,
@@ -151,24 +151,24 @@ class RolloutQueue:
         self._inputs = inputs
         self._of_engine = partial(ask, inputs, engine, groups, grader)
         self.prompts = prompts
-        """Their state resumes a run: what was only asked for is asked for again."""
+        """The prompt cursor. A run that resumes from its state requests open batches again."""
         self._next = step
         self._asked: deque[Batch] = deque()
 
     def take(self, step: int) -> Batch:
-        """The batch of this step. Collective."""
+        """Return the batch of this step. Collective."""
         self.ask(step, ahead=0)
         self.prompts.close()
         return self._asked.popleft()
 
     def further(self, step: int, number: int, prompts: int) -> Batch:
-        """Ask for so many prompts more, in a further round of the step under way: number 1 comes after the
-        batch itself. Collective."""
+        """Request responses to ``prompts`` further prompts, in round ``number`` of the current step, counted
+        from 1. Collective."""
         return self._ask(self.prompts.further(prompts), step, number)
 
     def ask(self, step: int, *, ahead: int | None = None) -> None:
-        """Ask for the batch of this step, and for so many more as may be sampled while it trains: by default
-        ``rollout.max_staleness``. Collective."""
+        """Request the batches of this step and of the ``ahead`` steps after it (default:
+        ``rollout.max_staleness``), unless already requested. Collective."""
         config = self._inputs.config
         ahead = config.rollout.max_staleness if ahead is None else ahead
         while self._next <= min(step + ahead, config.run.steps - 1):
@@ -177,7 +177,7 @@ class RolloutQueue:
 
     def _ask(self, indices: Sequence[int], step: int, number: int = 0) -> Batch:
         prompts, config = [self._inputs.train[i] for i in indices], self._inputs.config
-        # A prompt that comes again in a later step, or in a later round, gets other responses.
+        # Other seeds, and so other responses, if a prompt is repeated in a later step or round.
         seed = config.run.seed * 1_000_000_007 + step + (number << 64)
         params = sampling_params(self._inputs, config.rollout, config.rollout.samples, seed)
         routing = routing_of(config, self._inputs.arch)
@@ -192,16 +192,14 @@ def collect_and_grade(
     *,
     stops: bool = False,
 ) -> Rollout:
-    """Wait for the responses of a batch and for their grades. Collective; ranks that have neither to wait for
-    wait for the others outside of collectives.
+    """Wait for the responses of a batch and their grades; ranks wait outside of collectives. Collective.
 
-    ``progress`` is called with the number of responses that have just finished. A request to stop the job
-    ends the wait at once if it ``stops``; else it leaves grades 3 s more.
+    ``progress`` is called with the number of newly finished responses. If a stop is requested, the wait ends
+    at once with ``stops``; otherwise grades have 3 s more.
 
     Raises:
-        StopRequested: it did, on every rank.
-        RewardError: the reward failed for a response, or took longer than ``parallel.wait_seconds``, on
-            whichever rank; on every rank.
+        StopRequested: on every rank, if a stop request ended the wait.
+        RewardError: on every rank, if a reward failed or took longer than ``parallel.wait_seconds`` on any.
     """
     completions = batch.pending(progress, stops=stops)
     held: dict[int, Completion] = {}
@@ -215,7 +213,7 @@ def collect_and_grade(
     for number, graded in grades.items():
         table[number, -GRADES:] = torch.tensor([graded.reward, graded.score], dtype=torch.float64)
     table[list(failures), -GRADES:] = math.nan
-    # A rank may still sample, and then wait for its grades: who is late there says for which prompt.
+    # Long enough for a rank to sample and then to wait for grades, whose time-out error names the prompt.
     groups.control.meet(
         "responses and their grades", seconds=2 * groups.control.patience.wait + _SLACK_SECONDS
     )
@@ -228,13 +226,14 @@ def collect_and_grade(
 def _awaited(
     pending: Mapping[int, PendingGrade], control: Control, progress: Progress | None, *, stops: bool
 ) -> tuple[dict[int, Grade], dict[int, Failure | None]]:
-    """The grades up to the first failure, and that; None for one that a request to stop left open."""
+    """Wait for the grades; return those before the first failure, and number → failure. The failure is None
+    if a stop request ended the wait."""
     grades: dict[int, Grade] = {}
     limit = control.patience.wait
-    # Two slices more, so that :func:`_watch` comes first: a call that it interrupts says where it was.
+    # Two slices more, so that _watch interrupts the call first: the error then names its line of code.
     too_late, stop_by = time.monotonic() + limit + 2 * SLICE, math.inf
     problem = f"gave no grade in {limit:g} s (parallel.wait_seconds)"
-    # Without a limit of its own: if this rank raised alone, there would be no checkpoint.
+    # Without a time limit: if this rank raised alone, no checkpoint could be saved.
     with control.waiting("grades", seconds=math.inf) as waiting:
         for number, grade in sorted(pending.items()):
             while not wait([grade], timeout=SLICE).done:
@@ -259,30 +258,27 @@ def _awaited(
                 return grades, {number: graded}
             grades[number] = graded
             if progress is not None:
-                progress(0)  # it came further, for `status`
+                progress(0)  # marks progress for `status`
     return grades, {}
 
 
 def summed_over_all(table: Tensor, device: torch.device) -> Tensor:
-    """Each value is one rank's, and 0 on the others: so this gives every value to every rank, unchanged."""
+    """Sum over all ranks. Each value is 0 on all ranks but one, so this copies it to all. Collective."""
     table = table.to(device)
     dist.all_reduce(table)
     return table.cpu()
 
 
 def add_advantages(inputs: Inputs, groups: ParallelGroups, rollout: Rollout) -> Rollout:
-    """The rollout with its advantages: the first rank's, as a zero decides who is in a pack. Collective."""
+    """Add the first rank's advantages, which must agree, as zeros decide what is packed. Collective."""
     by_group = (rollout.rewards.view(-1, rollout.samples), rollout.truncated.view(-1, rollout.samples))
     advantages = advantages_of(inputs.config, *by_group).to(inputs.backend.device)
     return with_advantages(rollout, of_first_rank(advantages, groups.dp_cp, groups.tp, groups.pp).cpu())
 
 
 def advantages_of(config: Config, rewards: Tensor, truncated: Tensor) -> Tensor:
-    """[prompts, samples] advantages, with what ``reward.truncated`` says of responses that were cut off.
-
-    With ``drop`` a group is what is left of it: the mean is theirs, and a response that is left alone has
-    nothing to be compared with. ``rewards`` are [prompts, samples], ``truncated`` of the same shape and bool.
-    """
+    """Return advantages [prompts, samples] from ``rewards`` and ``truncated`` (bool) of that shape. With
+    ``reward.truncated = drop``, groups consist of the other responses; one that remains alone gets 0."""
     estimate = (
         leave_one_out_advantages if config.loss.advantage == "leave_one_out" else group_normalized_advantages
     )
@@ -298,7 +294,7 @@ def advantages_of(config: Config, rewards: Tensor, truncated: Tensor) -> Tensor:
 
 
 def response_text(inputs: Inputs, completion: Completion) -> str:
-    """Return the text that a reward reads: the last turn, without a stop token, with a stop string."""
+    """Return the text for the reward: the last turn, without its stop token but with a stop string."""
     ids = list(completion.token_ids[completion.written[-1].start :])
     if ids and ids[-1] in inputs.stop_token_ids:
         ids = ids[:-1]
@@ -306,14 +302,11 @@ def response_text(inputs: Inputs, completion: Completion) -> str:
 
 
 def raise_first(config: Config, failures: Mapping[int, Failure | None], samples: int) -> NoReturn:
-    """End all ranks with the first failure of any; the first rank writes its response to a file. Collective.
+    """Raise the first failure of all ranks as ``RewardError`` on every rank; the first rank writes its
+    response to a file. Raises ``StopRequested`` if no reward failed. Collective.
 
-    ``failures`` are this rank's, by number of the response in the batch; some rank has one. None: there was
-    no grade yet when the job was asked to stop.
-
-    Raises:
-        RewardError: one line, the same on every rank.
-        StopRequested: on every rank; no reward failed.
+    ``failures`` are this rank's, by number of the response in the batch; None if a stop was requested before
+    there was a grade. At least one rank must have an entry.
     """
     every: list[dict[int, Failure | None]] = [{}] * dist.get_world_size()
     dist.all_gather_object(every, dict(failures))
@@ -321,7 +314,7 @@ def raise_first(config: Config, failures: Mapping[int, Failure | None], samples:
     if not failed:
         raise StopRequested("a stop was requested during the wait for grades")
     number, failure = min(failed.items())
-    # ``evaluate`` makes no folder, and one made here would be taken for a run.
+    # `evaluate` has no run folder, and must not create one, which would look like a run.
     run = config.run_folder
     path = run / FAILED_REWARD if run.is_dir() else run.with_name(f"{run.name}.{FAILED_REWARD}")
     if dist.get_rank() == 0:

@@ -1,1 +1,1 @@
-"""``megatron-fspo verify``: the gradient of every parallel layout against one process in float64."""
+"""``megatron-fspo verify``: compare gradients in every parallel layout with one process in float64."""

@@ -1,6 +1,6 @@
-"""The cases of every layout: one small model, one batch of very different sequences, losses and splits.
+"""The cases of every layout: a small model, a batch of very different sequences, losses and splits.
 
-All of it follows from fixed seeds, so that every rank makes the same without talking.
+Fixed seeds make them equal on all ranks without communication.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SMALL = Architecture(
     hidden_size=32,
     num_heads=8,
     num_kv_heads=4,
-    head_dim=16,  # not hidden_size / num_heads; cuDNN takes multiples of 8
+    head_dim=16,  # not hidden_size / num_heads; cuDNN needs multiples of 8
     ffn_size=48,
     vocab_size=61,  # divisible by no tensor-parallel size
     tied=False,
@@ -43,10 +43,9 @@ MIXTURE = replace(
 )
 TEMPERATURE = 0.8
 
-# Tokens of a prompt, and of its responses. One response is longer than all others together; several have a
-# single token, two none; hardly a length divides by 2·cp; a prompt of one token has nothing to share. They
-# have 256 tokens: Megatron divides gradients by their number in fp32, which is exact for a power of two, so
-# that float64 shows every other difference.
+# Lengths of each prompt and its responses. One response is longer than all others together; several have one
+# token, two none; few lengths are multiples of 2·cp; a prompt of one token shares nothing. The responses have
+# 256 tokens: Megatron divides gradients by this number in fp32, which is exact for a power of two.
 _GROUPS = [
     *((1, (1,)), (3, (24, 7, 0, 1)), (6, (14, 2, 17)), (1, (9,)), (5, (155, 3, 5)), (9, (0,))),
     *((1, (6, 11)), (4, (1,))),
@@ -60,60 +59,55 @@ _INSERTED = {
     12: [(0, 3)],
     14: [(0, 2), (5, 1)],
 }
-"""Number of a sample → (after so many tokens of its response, so many from an environment): within it,
-between any two, at its end, at its beginning, and alone."""
+"""Sample number → [(n, m), …]: after n of the response's own tokens, an environment inserts m tokens. This
+covers insertions within a response, at its beginning and end, and in an empty one."""
 _RESTARTED = {1, 9}
-"""Samples in which each of these begins a row."""
+"""Samples in which each insertion begins a new row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One loss on the batch, and how the batch is split."""
+    """A loss, and a split of the batch."""
 
     name: str
     loss: PolicyLossConfig
     split: str
     clipped: bool = False
-    """Old log-probs such that a clip acts on every sequence: the policy gradient is exactly 0."""
+    """Old log-probs are such that every sequence is clipped: the policy gradient is exactly 0."""
     replay: bool = False
-    """The experts are those of :func:`make_routes`, in both passes."""
+    """Both passes replay the experts of :func:`make_routes`."""
     share: bool = False
-    """Responses share their prompt, where the layout can."""
+    """Responses share their prompt, if the layout supports it."""
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
 
     @property
     def of_experts(self) -> bool:
-        """True if a dense model has no such case."""
+        """The case needs a model with experts."""
         return self.replay or self.aux_loss_coef > 0 or self.z_loss_coef > 0
 
     @property
     def title(self) -> str:
-        """What has a reference of its own."""
+        """Name of the case's reference."""
         return f"{self.name}, replay" if self.replay else self.name
 
     def drifts(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """Return per sample [L] float64: new minus old log-prob of each token."""
+        """Return per sample [L] float64: log π − log π_old of each token."""
         return drifts(samples, seed=3, clipped=self.clipped)
 
 
 LOSSES: dict[str, PolicyLossConfig] = {
     name: loss(**keys) for loss in loss_sections() for name, keys in loss.VERIFIED.items()
 }
-"""Configurations that the losses ask to be checked, by name."""
+"""Name → configuration, from ``VERIFIED`` of every loss."""
 SPLITS = ("1 micro-batch", "2 micro-batches", "8 micro-batches", "1 sequence each", "uneven")
 
 
 def cases(config: Config | None, shift: int, *, experts: bool = False) -> list[Case]:
-    """Every loss, each on one split; ``shift`` turns the splits, so that layouts cover all pairs together.
+    """Every loss on one split; layouts with different ``shift``, which rotates the splits, cover all pairs.
 
-    Args:
-        config: of a run whose own loss is to be among them.
-        shift: by how many positions splits are turned.
-        experts: the model has some: every other case replays routes, the others in the next layout; and one
-            has the losses of the routers.
-
-    Every other split shares prompts, the others in the next layout.
+    The loss of ``config`` is added. With ``experts``, router losses are added, and every other group of cases
+    replays routes. Every other split shares prompts. The next shift swaps which cases share and replay.
     """
     losses = LOSSES if config is None else {"yours": config.loss, **LOSSES}
     all_clipped = Case(name="all-clipped", loss=FSPOLoss(c_low=0.05, c_high=0.05), split="", clipped=True)
@@ -132,12 +126,12 @@ def cases(config: Config | None, shift: int, *, experts: bool = False) -> list[C
 
 
 def narrow(arch: Architecture) -> Architecture:
-    """A run's own model with its heads and ties, but little to compute. Layers: see :func:`with_layers`."""
+    """Reduce a run's model to small sizes, except head counts, tying and layers (:func:`with_layers`)."""
     return replace(
         arch,
         hidden_size=32,
         head_dim=8,
-        # Divides wherever the run's own does.
+        # Divisible by the same powers of 2 (up to 64) as the run's own.
         ffn_size=math.gcd(arch.ffn_size, 64),
         experts=arch.experts and replace(arch.experts, ffn_size=24),
         vocab_size=min(arch.vocab_size, 61),
@@ -147,19 +141,19 @@ def narrow(arch: Architecture) -> Architecture:
 
 
 def with_layers(arch: Architecture, parallel: Parallel) -> Architecture:
-    """Few layers, at least one for every model chunk; two for each of two pipeline stages."""
+    """Set the number of layers: 2 on one model chunk, else one per chunk and at least 4."""
     chunks = parallel.pipeline * parallel.virtual_pipeline
     return replace(arch, num_layers=2 if chunks == 1 else max(chunks, 4))
 
 
 def kinds(arch: Architecture) -> list[Architecture]:
-    """The model untied and tied; of the tied one, weights of a token's experts do not sum to 1."""
+    """The untied and the tied model; in the latter, routing weights of a token's experts do not sum to 1."""
     experts = arch.experts and replace(arch.experts, normalize_top_k=False)
     return [replace(arch, tied=False), replace(arch, tied=True, experts=experts)]
 
 
 def random_weights(arch: Architecture) -> dict[str, Tensor]:
-    """Hugging Face name → fp32 tensor, large enough that attention and clips matter."""
+    """Hugging Face name → fp32 tensor with values large enough that attention and clips matter."""
     generator = torch.Generator().manual_seed(1)
     return {
         name: torch.randn(shape, generator=generator) * (0.1 if len(shape) == 1 else 0.2) + (len(shape) == 1)
@@ -168,7 +162,6 @@ def random_weights(arch: Architecture) -> dict[str, Tensor]:
 
 
 def make_samples(arch: Architecture) -> list[Sample]:
-    """The batch, group by group."""
     turns = [_turns(length, _INSERTED.get(number, ())) for number, (_, length) in enumerate(_SHAPES)]
     shapes = [(prompt, some[-1].stop) for (prompt, _), some in zip(_SHAPES, turns, strict=True)]
     samples = [
@@ -193,7 +186,7 @@ def make_samples(arch: Architecture) -> list[Sample]:
 
 
 def _turns(length: int, inserted: Sequence[tuple[int, int]]) -> tuple[range, ...]:
-    """Where the ``length`` tokens that the policy wrote stand; the last ends with the response."""
+    """Ranges of the ``length`` written tokens in the response; the last range ends with the response."""
     turns, done, start = [], 0, 0
     for after, count in (*inserted, (length, 0)):
         turns.append(range(start, start + after - done))
@@ -202,9 +195,8 @@ def _turns(length: int, inserted: Sequence[tuple[int, int]]) -> tuple[range, ...
 
 
 def make_routes(arch: Architecture, samples: Sequence[Sample], *, gaps: bool = True) -> list[Tensor]:
-    """Per sample [P + L - 1, layers, k] uint8 experts that no router would choose, as a sampler might tell;
-    with ``gaps`` every fifth sample has none. Those of a prompt but its last token are the same for its
-    responses."""
+    """Per sample random experts [P + L - 1, layers, k] uint8. With ``gaps``, every fifth sample has none.
+    Responses to one prompt have the same experts in the prompt, except at its last token."""
     assert arch.experts is not None
     generator = torch.Generator().manual_seed(5)
     routes: list[Tensor] = []
@@ -223,7 +215,7 @@ def make_routes(arch: Architecture, samples: Sequence[Sample], *, gaps: bool = T
 def random_samples(shapes: Sequence[tuple[int, int]], *, vocab_size: int, seed: int) -> list[Sample]:
     """Return one sample for each (prompt, response) length in tokens.
 
-    Token 0, which also pads, is sampled too; advantages have both signs and are exact in fp32.
+    Token 0, the padding token, may occur. Advantages have both signs and are exact in fp32.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -245,12 +237,12 @@ def random_samples(shapes: Sequence[tuple[int, int]], *, vocab_size: int, seed: 
 
 
 def drifts(samples: Sequence[Sample], *, seed: int, clipped: bool = False) -> list[Tensor]:
-    """Return per sample [L] float64: new minus old log-prob of each token. fp32 holds the values exactly."""
+    """Return per sample [L] float64: log π − log π_old of each token, with values that are exact in fp32."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for number, sample in enumerate(samples):
         noise = torch.randn(sample.completion.length, generator=generator) * 0.04
-        if clipped:  # far on the side where the clip acts
+        if clipped:  # far outside the band, on the side where the clip acts
             noise = torch.full_like(noise, 0.25 if sample.advantage > 0 else -0.25)
         else:
             noise += 0.02 * (number % 3 - 1)
@@ -259,17 +251,17 @@ def drifts(samples: Sequence[Sample], *, seed: int, clipped: bool = False) -> li
 
 
 def reference_drifts(samples: Sequence[Sample]) -> list[Tensor]:
-    """The same for new minus reference log-probs."""
+    """Return per sample [L] float64: log π − log π_ref of each token."""
     return drifts(samples, seed=4)
 
 
 def split(name: str, sequences: Sequences, arch: Architecture, layout: PackLayout) -> Plan:
-    """Rank → micro-batch → indices of sequences, by one of ``SPLITS``."""
+    """Split the batch by one of ``SPLITS``: rank → micro-batch → indices of sequences."""
     ranks, multiple_of = layout.data_size, layout.count_multiple_of
     lengths = (sequences.prompt_lengths + sequences.response_lengths).tolist()
     if name == "uneven":
-        # The first rank has nearly everything: the longest sequence alone, prompts without response alone, an
-        # empty pack, the rest. The others have one short sequence each.
+        # Rank 0 has nearly everything: the longest sequence alone, the empty responses, an empty pack, the
+        # rest. The others have one short sequence each.
         empty = [i for i, (_, response) in enumerate(_SHAPES) if not response]
         *short, longest = sorted(
             (i for i in range(len(lengths)) if i not in empty), key=lambda i: (lengths[i], i)

@@ -1,4 +1,4 @@
-"""The command: plan what to verify on this machine, verify it, print a table and write JSON."""
+"""The ``verify`` command: check its arguments, run the plan, print a table and write JSON."""
 
 from __future__ import annotations
 
@@ -34,11 +34,7 @@ def plan(
     use_all: bool,
     world_size: int,
 ) -> VerifyPlan:
-    """Read and check the arguments, before a process group forms.
-
-    Raises:
-        InputError: a layout that does not fit the ranks or the model.
-    """
+    """Check the arguments before a process group is created; ``InputError`` if they do not fit."""
     if config is None:
         backend = choose_backend("auto", "auto" if engine_problem() is None else "local")
         arch = None
@@ -63,11 +59,11 @@ def plan(
     if dtypes is None:
         dtypes = ["bfloat16"] if engine else ["float32", "float64"]
     if engine and "float64" in dtypes:
-        raise InputError("--dtype float64: Transformer Engine has no float64; model.layers = local has")
+        raise InputError("--dtype float64: Transformer Engine does not support it; set model.layers = local")
     wanted = [_DTYPES[name] for name in dtypes]
     sharded = [layout.name for layout in layouts if not possible_dtypes(layout, wanted)]
     if sharded and listed:
-        raise InputError(f"--dtype float64: {sharded[0]} has a distributed optimizer, which knows no float64")
+        raise InputError(f"--dtype float64: the distributed optimizer of {sharded[0]} has no float64")
     layouts = [layout for layout in layouts if layout.name not in sharded]
     return VerifyPlan(
         backend=backend,
@@ -80,7 +76,7 @@ def plan(
 
 
 def run(planned: VerifyPlan, config: Config | None, json_file: Path | None) -> bool:
-    """Verify and print; True if all passed. Collective."""
+    """Run the plan, print and write the results; return True if all cases passed. Collective."""
     writer = os.environ.get("RANK", "0") == "0"
 
     def report(layout: Layout, results: list[Result]) -> None:
@@ -99,18 +95,18 @@ def run(planned: VerifyPlan, config: Config | None, json_file: Path | None) -> b
 
 
 def header() -> str:
-    """Column titles."""
+    """Explanation and column titles of the table."""
     return (
-        "Largest errors of each layout, over losses, splits, and a tied and an untied model, against one\n"
-        "process in float64. gradient: relative to the parameter's largest entry; |grad|: of the norm;\n"
-        "TP, CP: collectives of head and loss per micro-batch; one without response tokens has none.\n\n"
+        "Largest errors of each layout against one process in float64, over all losses, splits and models.\n"
+        "gradient: relative to the parameter's largest entry; |grad|: relative error of the gradient norm;\n"
+        "TP, CP: collectives of head and loss per micro-batch (none without response tokens).\n\n"
         f"{'layout':<36} {'dtype':<9}{'gradient':>9} {'worst parameter':<32}{'log-prob':>9}{'S':>9}"
         f"{'loss':>9}{'|grad|':>9}{'TP':>4}{'CP':>3}  verdict"
     )
 
 
 def lines(layout: str, results: Sequence[Result]) -> str:
-    """One line per precision."""
+    """One table row per precision."""
     table, errors = [], ("log_prob", "log_ratio_sum", "loss", "grad_norm")
     for dtype in dict.fromkeys(result.dtype for result in results):
         rows = [result for result in results if result.dtype == dtype]
@@ -130,18 +126,18 @@ def lines(layout: str, results: Sequence[Result]) -> str:
 
 
 def failures(results: Sequence[Result]) -> list[str]:
-    """A few lines for each case that failed."""
+    """The problems of the first ten failed cases."""
     failed = [result for result in results if result.problems]
     texts = [
         f"{result.layout}, {_DTYPE_NAMES[result.dtype]}, {result.case.name}, {result.case.split}"
         f"{', tied' if result.tied else ''}:\n" + "\n".join(f"  {problem}" for problem in result.problems)
         for result in failed[:10]
     ]
-    return texts + ([f"… and {len(failed) - 10} more; --json has all"] if len(failed) > 10 else [])
+    return texts + ([f"… and {len(failed) - 10} more; see all with --json"] if len(failed) > 10 else [])
 
 
 def summary(results: Sequence[Result]) -> str:
-    """One line; names the worst parameter of a run that failed."""
+    """One line, which names the worst parameter if a case failed."""
     failed = [result for result in results if result.problems]
     layouts = len({result.layout for result in results})
     if not failed:
@@ -154,7 +150,7 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def as_json(results: Sequence[Result], *, world_size: int, collectives: str) -> dict[str, Any]:
-    """Every case, with the versions it ran on."""
+    """Every case, with package versions."""
     return {
         "world_size": world_size,
         "collectives": collectives,

@@ -1,4 +1,4 @@
-"""One outcome against the reference: errors, their limits, and the likeliest causes."""
+"""Compare an outcome with the reference: errors, their limits, and the likeliest causes."""
 
 from __future__ import annotations
 
@@ -17,43 +17,40 @@ from megatron_fspo.verify.layouts import Layout
 from megatron_fspo.verify.production import Outcome, shard_of
 from megatron_fspo.verify.reference import Reference, plain_name
 
-# fp32 rounds at 6e-8, and a gradient is a sum of thousands of terms; what a wrong factor or a lost token does
-# is larger by orders of magnitude, and float64 shows everything else.
+# fp32 rounds at 6e-8, and a gradient is a sum of thousands of terms. A wrong factor or a lost token causes
+# errors that are larger by orders of magnitude; float64 shows everything else.
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.1}
-"""Largest errors that pass: of log-probs, S, losses and means in nats; of a gradient relative to its largest
-entry; of the gradient norm relative."""
+"""Largest errors that pass: in nats, or relative for gradients (to the largest entry) and their norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientError:
-    """One parameter, over all ranks that hold a part or a copy of it."""
+    """Error of one parameter, over all ranks that hold a part or copy of it."""
 
     error: float
-    """max |got - want| / max |want|; inf where that is not a number, or want is 0 and got is not."""
+    """max |got − want| / max |want|; infinite if that is not finite, or if want is 0 and got is not."""
     factor: float
-    """Least-squares got ≈ factor · want; NaN where want is 0."""
+    """Least-squares factor in got ≈ factor · want; NaN if want is 0."""
     unlike: float
-    """1 - cos² of the angle between the two: 0 where only the factor is wrong."""
+    """1 − cos² of the angle between got and want: 0 if only the factor is wrong."""
     copies: float
     """Relative difference of the squared norms between ranks that hold the same part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """All errors of one case."""
-
     gradients: dict[str, GradientError]
-    """Gaps by Hugging Face name (the first, where several make one parameter)."""
+    """By Hugging Face name, the first if several tensors form one parameter."""
     log_prob: float
     log_ratio_sum: float
     loss: float
-    """The largest of those of J, the entropy and the KL."""
+    """The largest error of J, entropy and KL."""
     grad_norm: float
-    """Relative; 0 where the optimizer gave none."""
+    """Relative; 0 if the optimizer returned none."""
 
     @property
     def worst_parameter(self) -> str:
-        """The one with the largest gradient error."""
+        """Name of the parameter with the largest gradient error."""
         return max(self.gradients, key=lambda name: self.gradients[name].error)
 
     @property
@@ -63,7 +60,7 @@ class Errors:
 
 
 def compare(policy: Policy, outcome: Outcome, want: Reference) -> Errors:
-    """Every rank's part of every gradient, and what all ranks share. Collective."""
+    """Compute the errors over all ranks. Collective."""
     log_probs = torch.nn.utils.rnn.pad_sequence([*want.log_probs], batch_first=True)
     norm = want.grad_norm if outcome.grad_norm is None else outcome.grad_norm
     return Errors(
@@ -76,13 +73,11 @@ def compare(policy: Policy, outcome: Outcome, want: Reference) -> Errors:
 
 
 def reported(want: Reference) -> dict[str, float]:
-    """Metrics of a training step that are compared, with the values that they must have."""
+    """Metrics of a training step that are compared, with their reference values."""
     return {"actor/pg_loss": -want.objective, "actor/entropy": want.entropy, "actor/kl_loss": want.kl}
 
 
 class _ShardError(NamedTuple):
-    """One rank's part of one parameter."""
-
     name: str
     shard: int
     """Ranks with the same number hold the same part."""
@@ -134,42 +129,41 @@ def _largest(gap: Tensor) -> float:
 
 
 def _or_inf(value: float) -> float:
-    """NaN compares with nothing; as infinity it is the worst."""
+    """Replace NaN by infinity, so that it compares as the worst error."""
     return value if math.isfinite(value) else math.inf
 
 
 CAUSES = {
-    "sequences": "seen by no or several data-parallel ranks: lost, or counted twice",
-    "tokens": "prompt tokens, padding or what an environment inserted count, or tokens are lost",
-    "head": "labels, temperature, vocabulary (padding, tensor-parallel ranks), attention to later tokens",
-    "attention": "RoPE positions, borders of sequences, shared prompts, chunks or weights of other ranks",
-    "replay": "experts are not the given ones, those of another micro-batch, or weighed by other scores",
-    "adapter": "adapters: their scale, the order of targets, what tensor-parallel ranks sum, frozen inputs",
-    "mask": "a value outside the mask got in: torch.where removes it, multiplying by 0 does not",
-    "sum-factor": "S is reduced too often over context-parallel ranks",
-    "sum-mean": "S is divided by the length of the response",
-    "sum-rounding": "log-ratios in bf16, or log-probs that were summed before they were subtracted",
-    "sum-tokens": "S lacks tokens of context-parallel ranks, or is over tokens that are not the response's",
-    "clip": "the band (width, drift, dual clip), what it is compared with (CTPO: S of prefixes), advantages",
-    "denominator": "a mean over a micro-batch or a rank, or over other values",
-    "clipped-gradient": "every sequence is clipped, and gradients are not 0",
+    "sequences": "a sequence is on no data-parallel rank, or on several: it is lost or counted twice",
+    "tokens": "prompt, padding or inserted tokens are counted, or response tokens are lost",
+    "head": "labels, temperature, vocabulary (padding, tensor-parallel ranks), or attention to later tokens",
+    "attention": "RoPE positions, sequence boundaries, shared prompts, or chunks or weights of other ranks",
+    "replay": "experts are not the given ones, are another micro-batch's, or have wrong weights",
+    "adapter": "adapters: scale, order of targets, sums over tensor-parallel ranks, inputs without gradient",
+    "mask": "a value outside the mask is used; remove it by torch.where, not by multiplying by 0",
+    "sum-factor": "S is summed more than once over context-parallel ranks",
+    "sum-mean": "S is divided by the response length",
+    "sum-rounding": "log-ratios are in bf16, or log-probs are summed before they are subtracted",
+    "sum-tokens": "S lacks tokens of context-parallel ranks, or includes tokens outside the response",
+    "clip": "band (width, drift, dual clip), value compared with it (CTPO: S of prefixes), or advantages",
+    "denominator": "a mean is over one micro-batch or rank, or over wrong values",
+    "clipped-gradient": "every sequence is clipped, but gradients are not 0",
     "infinite-gradient": "gradients are not finite",
-    "tied-embedding": "its two gradients, as embedding and as head, are not added up",
+    "tied-embedding": "its gradients as embedding and as head are not added",
     "norms": "gradients of norms are not summed over tensor-parallel ranks",
     "head-gradient": "the head's gradient of hidden states is not summed over tensor-parallel ranks",
-    "router": "gradients of routers are not summed over tensor-parallel ranks, or the denominator of their "
-    "losses is another",
+    "router": "router gradients are not summed over TP ranks, or router losses have a wrong denominator",
     "expert-gradient": "gradients of experts are not summed over the ranks that hold the same experts",
     "key-value-gradient": "gradients of keys and values are not summed over context-parallel ranks",
-    "backward": "the loss is right, and the way back through the model is not",
-    "not-reduced": "gradients are not summed over data and context parallel ranks",
-    "factor": "a normaliser, or the number of ranks or micro-batches, enters as a factor",
-    "weighting": "N or T of a micro-batch or rank, a clipped sequence with a gradient, a lost micro-batch",
-    "regularizer": "sign or normaliser of the entropy bonus or the KL penalty; else as weighting",
-    "grad-norm": "copies of a parameter count twice, or parts of it are left out",
-    "collectives": "more than head and loss need for a micro-batch",
+    "backward": "the loss is right, but the backward pass through the model is not",
+    "not-reduced": "gradients are not summed over data- and context-parallel ranks",
+    "factor": "gradients have a wrong factor: a normaliser, or the number of ranks or micro-batches",
+    "weighting": "N or T of a micro-batch or rank, a clipped sequence with gradient, or a lost micro-batch",
+    "regularizer": "sign or normaliser of the entropy bonus or KL penalty; otherwise as for weighting",
+    "grad-norm": "the norm counts copies of a parameter twice, or omits parts",
+    "collectives": "head and loss call more collectives per micro-batch than they need",
 }
-# Backward comes to a layer's parameters in this order; "experts" are those of any number.
+# Order of a layer's parameters in the backward pass; "experts" stands for an expert of any number.
 _LAYER_BACKWARD = (
     *("mlp.experts.down_proj", "mlp.experts.gate_proj", "mlp.gate"),
     *("mlp.down_proj", "mlp.gate_proj", "post_attention_layernorm"),
@@ -188,8 +182,7 @@ def diagnose(
     sums: int = 2,
 ) -> list[str]:
     """Lines ``cause: explanation (figures)``, the likeliest of ``CAUSES`` first; later ones often follow from
-    it. Empty where everything is within the limits. With ``replay``, what is wrong is more often that than
-    what every case would have. ``sums``: the loss's ``COLLECTIVES``."""
+    it. ``replay``: the case replays routes. ``sums``: the loss's ``COLLECTIVES``."""
     causes = _causes(outcome, want, errors, limit, layout, replay, sums)
     return [f"{cause}: {CAUSES[cause]} ({figures})" for cause, figures in causes]
 
@@ -207,11 +200,11 @@ def _causes(
     if (outcome.seen != 1).any():
         yield "sequences", _indices(outcome.seen != 1)
     if outcome.tokens != tokens:
-        yield "tokens", f"{outcome.tokens} are in the loss, the responses have {tokens}"
+        yield "tokens", f"{outcome.tokens} tokens are in the loss; the responses have {tokens}"
     if errors.log_prob > limit:
         wanted = torch.nn.utils.rnn.pad_sequence([*want.log_probs], batch_first=True)
-        right = (outcome.log_probs - wanted).abs().amax(1) <= limit  # NaN is not
-        # A first token sees none but itself: attention cannot make its hidden state wrong.
+        right = (outcome.log_probs - wanted).abs().amax(1) <= limit  # False for NaN
+        # One prompt and one response token attend to one token: faults of attention leave them right.
         some = any(flag for flag, row in zip(right.tolist(), want.log_probs, strict=True) if len(row))
         special = "adapter" if layout.lora else "replay" if replay else None
         yield (
@@ -236,12 +229,12 @@ def _causes(
         yield cause, f"{figures}worst: {errors.worst_parameter}, relative error {errors.gradient:.1e}"
     if errors.grad_norm > limit:
         yield "grad-norm", f"relative error {errors.grad_norm:.1e}"
-    # An all-gather of statistics, a broadcast of upstream gradients and a reduction of d hidden; sequence
-    # parallel gathers hidden as well. The sums that make S, and one rank's decisions on all.
+    # TP: all-gather of statistics, broadcast of upstream gradients, reduction of hidden-state gradients, and
+    # with sequence parallelism a gather of hidden states. CP: sums for S, broadcast of one rank's decisions.
     tensor, context = layout.parallel.tensor > 1, layout.parallel.context > 1
     for group, most in (("tp", tensor * (3 + layout.parallel.sequence)), ("cp", context * sums)):
         if outcome.collectives[group] > most:
-            yield "collectives", f"{outcome.collectives[group]:.4g} over {group}, where {most} would do"
+            yield "collectives", f"{outcome.collectives[group]:.4g} over {group}, but {most} suffice"
 
 
 def _sum_cause(got: Tensor, want: Reference, limit: float) -> str:
@@ -251,7 +244,7 @@ def _sum_cause(got: Tensor, want: Reference, limit: float) -> str:
     for cause, values in (("sum-factor", sums), ("sum-mean", sums / lengths)):
         factor = (got @ values / (values @ values)).item()  # least squares
         multiple = (got - factor * values).abs().max() < limit * max(1.0, abs(factor))
-        if multiple and (cause == "sum-mean" or abs(factor - 1) > 0.01):  # rounding is a multiple of about 1
+        if multiple and (cause == "sum-mean" or abs(factor - 1) > 0.01):  # rounding has a factor of about 1
             return cause
     return "sum-rounding" if (got - sums).abs().max() < 0.01 * sums.abs().max() else "sum-tokens"
 
@@ -277,7 +270,7 @@ def _gradient_cause(want: Reference, errors: Errors, limit: float, layout: Layou
 
 
 def _model_cause(wrong: Sequence[str], errors: Errors, layout: Layout) -> tuple[str, str]:
-    """The loss is right and the way back through the model is not, as only some parameters are wrong."""
+    """Cause in the backward pass of the model, which is wrong if only some parameters are."""
     first = min(wrong, key=_backward_order)
     cause = "backward"
     if "lm_head.weight" not in errors.gradients and all("embed_tokens" in name for name in wrong):
@@ -292,11 +285,11 @@ def _model_cause(wrong: Sequence[str], errors: Errors, layout: Layout) -> tuple[
         cause = "router"
     elif layout.parallel.context > 1 and first.endswith(("k_norm.weight", "q_proj.weight")):
         cause = "key-value-gradient"
-    return cause, f"the first on the way back: {first}; "
+    return cause, f"first in the backward pass: {first}; "
 
 
 def _backward_order(name: str) -> tuple[int, int, int]:
-    """Sorts parameters as backward comes to them."""
+    """Sort key: the order of parameters in the backward pass."""
     if name.startswith("model.layers."):
         name = plain_name(name)
         layer, module = name.removeprefix("model.layers.").rpartition(".")[0].split(".", 1)

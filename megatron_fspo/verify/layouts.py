@@ -1,4 +1,4 @@
-"""Parallel layouts by name, such as ``tp2.sp.pp2.vpp2.cp2``, and the list that ``--all`` runs."""
+"""Parallel layouts by name, such as ``tp2.sp.pp2.vpp2.cp2``, and the list for ``--all``."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from megatron_fspo.weights.table import TARGETS
 _SIZES = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "context", "ep": "expert"}
 _FLAGS = {"sp": "sequence", "do": "distributed_optimizer", "overlap": "overlap_grad_reduce"}
 LEGAL = (
-    "words joined by dots: tpN, sp, ppN, vppN, cpN, epN, moe (a mixture of experts, as with epN), dpN, do "
+    "words joined by dots: tpN, sp, ppN, vppN, cpN, epN, moe (a mixture of experts, implied by epN), dpN, do "
     "(distributed optimizer), overlap, recompute, lora"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One way to spread the model over the ranks of a job."""
+    """One parallel layout of a model over the ranks of a job."""
 
     parallel: Parallel
     data: int
-    """Data-parallel size: what remains of the ranks."""
+    """Data-parallel size."""
     recompute: bool = False
     moe: bool = False
-    """The model is a mixture of experts; always so with expert parallel."""
+    """The model is a mixture of experts; expert parallelism implies it."""
     lora: bool = False
     """Adapters are trained, and the matrices are frozen."""
 
     @property
     def name(self) -> str:
-        """Such as ``tp2.sp.cp2.dp2.do``; sizes of 1 are left out."""
+        """Name such as ``tp2.sp.cp2.dp2.do``, without sizes of 1."""
         sizes = {word: getattr(self.parallel, key) for word, key in _SIZES.items()} | {"dp": self.data}
         flags = {word: getattr(self.parallel, key) for word, key in _FLAGS.items()}
         flags |= {"recompute": self.recompute, "lora": self.lora}
         words = [f"{word}{size}" for word, size in sizes.items() if size > 1]
-        # Sequence parallel belongs to its tensor parallel, the other flags to the whole.
+        # sp follows its tp; the other flags come last.
         if flags.pop("sp"):
             words.insert(1, "sp")
         if self.moe and self.parallel.expert == 1:
@@ -52,11 +52,7 @@ class Layout:
 
 
 def parse_layout(text: str, *, world_size: int) -> Layout:
-    """The layout that a name stands for, on so many ranks.
-
-    Raises:
-        InputError: a word that is not one, or a size that does not fit.
-    """
+    """Parse a layout's name for ``world_size`` ranks; ``InputError`` if a word or a size does not fit."""
     parallel, data, flags = _parse(text)
     return on_ranks(f"layout {text}", parallel, data, world_size=world_size, **flags)
 
@@ -71,29 +67,26 @@ def on_ranks(
     moe: bool,
     lora: bool = False,
 ) -> Layout:
-    """A layout on so many ranks; ``data`` None: as large as they allow. Errors begin with ``what``.
-
-    Raises:
-        InputError: a size that does not fit.
-    """
+    """Return a layout on ``world_size`` ranks; ``data`` None: all that remain. Raises ``InputError``, which
+    begins with ``what``, if a size does not fit."""
     rest, remainder = divmod(world_size, parallel.model_size)
     if remainder or (data is not None and data != rest):
         ranks = parallel.model_size * (data or 1)
-        raise InputError(f"{what} is for {'' if data else 'a multiple of '}{ranks} ranks, not {world_size}")
+        raise InputError(f"{what} needs {'' if data else 'a multiple of '}{ranks} ranks, not {world_size}")
     if (stage := world_size // parallel.pipeline) % parallel.expert:
         raise InputError(f"{what}: ep{parallel.expert} does not divide the {stage} ranks of a pipeline stage")
     return Layout(parallel=parallel, data=rest, recompute=recompute, moe=moe, lora=lora)
 
 
 def count_ranks(text: str) -> int:
-    """The fewest ranks that a layout needs."""
+    """The smallest number of ranks for a layout."""
     parallel, data, _ = _parse(text)
     stage = parallel.tensor * parallel.context * (data or 1)
     return parallel.pipeline * math.lcm(stage, parallel.expert)
 
 
 def _parse(text: str) -> tuple[Parallel, int | None, dict[str, bool]]:
-    """Sizes, the data-parallel size if it is named, and the other fields of a layout."""
+    """Parallel sizes, the data-parallel size if it is given, and the other fields of a layout."""
     values: dict[str, int] = {}
     flags, data = {"recompute": False, "moe": False, "lora": False}, None
     for word in text.split(".") if text != "single" else []:
@@ -107,7 +100,7 @@ def _parse(text: str) -> tuple[Parallel, int | None, dict[str, bool]]:
         elif word in flags:
             flags[word] = True
         else:
-            raise InputError(f"layout {text}: {word!r} is not part of one. Legal: {LEGAL}")
+            raise InputError(f"layout {text}: {word!r} is unknown. A layout is {LEGAL}")
     parallel = Parallel.model_validate(values)
     if parallel.sequence and parallel.tensor == 1:
         raise InputError(f"layout {text}: sp needs tp of at least 2")
@@ -117,11 +110,7 @@ def _parse(text: str) -> tuple[Parallel, int | None, dict[str, bool]]:
 
 
 def model_of(layout: Layout, arch: Architecture | None) -> Architecture:
-    """The model, cut to few layers, that is verified in a layout: ``arch``, or a small one.
-
-    Raises:
-        InputError: it cannot be spread like this.
-    """
+    """``arch`` or a small model, cut to few layers for a layout; ``InputError`` if the two do not fit."""
     if arch is not None and layout.moe and arch.experts is None:
         raise InputError(f"layout {layout.name}: the model has no experts")
     model = with_layers(arch or (MIXTURE if layout.moe else SMALL), layout.parallel)
@@ -133,9 +122,8 @@ def model_of(layout: Layout, arch: Architecture | None) -> Architecture:
 
 
 def all_layouts(arch: Architecture | None, *, world_size: int) -> list[Layout]:
-    """Every product of tensor, pipeline and context parallel that fits the ranks and the model; with and
-    without sequence parallel and virtual stages where few others are on; the optimizer's options on some.
-    Expert parallel, where ``arch`` has experts or is None, beside and across each of the others."""
+    """Tensor × pipeline × context parallel sizes that fit the ranks and the model, and a selection of layouts
+    with other options. Layouts with experts need an ``arch`` that has experts or is None."""
     sizes = [2**i for i in range(world_size.bit_length())]
     names = [
         ".".join(filter(None, [f"tp{tp}", sp, f"pp{pp}", vpp, f"cp{cp}"]))
@@ -164,7 +152,7 @@ def all_layouts(arch: Architecture | None, *, world_size: int) -> list[Layout]:
         names += ["moe", "moe.tp2.sp", "moe.tp4.sp", "moe.cp2", "moe.pp2", "moe.tp2.sp.do"]
     layouts = []
     for name in names:
-        with suppress(InputError):  # it does not fit
+        with suppress(InputError):  # skip layouts that do not fit
             layout = parse_layout(name, world_size=world_size)
             model_of(layout, arch)
             layouts.append(layout)

@@ -1,4 +1,4 @@
-"""The production path on one layout: the results of a training step in comparable form."""
+"""One training step of the production path in one layout, with results in comparable form."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ from megatron_fspo.weights import Architecture, Row, resolve, shard_shape, shard
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One step; the same on every rank, but for the gradients, which stay where they are."""
+    """Results of one step, equal on every rank except the gradients."""
 
     log_probs: Tensor
-    """[n, longest response], 0 where there is no token."""
+    """[n, longest response]; 0 where there is no token."""
     log_ratio_sums: Tensor
     """[n] S."""
     clipped: Tensor
-    """[n] 1 where a clip took the gradient (token level: share of the tokens)."""
+    """[n] 1 if a clip removed the gradient (token level: share of the tokens)."""
     out_of_band: Tensor
     """[n] bool."""
     seen: Tensor
-    """[n] how many data-parallel ranks reported the sequence: 1."""
+    """[n] number of data-parallel ranks that reported the sequence; must be 1."""
     tokens: int
-    """Response tokens counted over all ranks."""
+    """Response tokens over all ranks."""
     metrics: dict[str, float]
     grad_norm: float | None
-    """The optimizer's; None in float64."""
+    """Of the optimizer; None in float64."""
     gradients: list[tuple[Row, Tensor]]
-    """This rank's parameters: the row of the table of weights, and the reduced gradient."""
+    """Row of the weight table and reduced gradient of each parameter on this rank."""
     collectives: dict[str, float]
-    """Calls of head and loss per micro-batch, over the tensor and context parallel groups."""
+    """Collectives of head and loss per micro-batch, in the tensor- and context-parallel groups."""
 
 
 def build(
@@ -64,14 +64,14 @@ def build(
     groups: ParallelGroups,
     dtype: torch.dtype,
 ) -> Policy:
-    """A policy in this layout with the given weights."""
+    """Build a policy in this layout with the given weights."""
     policy = Policy(
         arch,
         backend,
         groups,
         parallel=layout.parallel,
         dtype=dtype,
-        # No clipping: the gradient is compared as it is. The step is too small to move a weight.
+        # The gradient is compared unclipped. The step is too small to change a weight.
         optimizer=Optimizer(lr=1e-30, clip_grad=1e30),
         recompute=layout.recompute,
     )
@@ -83,7 +83,7 @@ def build(
 
 
 def shard_of(row: Row, tensors: Mapping[str, Tensor], policy: Policy) -> Tensor:
-    """This rank's part of a parameter, from whole tensors under their Hugging Face names."""
+    """This rank's part of a parameter, from whole tensors by their Hugging Face names."""
     arch, tp, vocab = policy.arch, policy.groups.tp, policy.padded_vocab
     rank, size = (0, 1) if row.of_expert else (tp.rank(), tp.size())
     parts = [
@@ -99,7 +99,7 @@ class Scored:
 
     micro_batches: Packs
     log_probs: list[Tensor]
-    """Log-probs [t] per micro-batch."""
+    """[t] per micro-batch."""
     scoring: Scoring
 
 
@@ -112,8 +112,7 @@ def score(
     routes: Sequence[Tensor] | None = None,
     share: bool = False,
 ) -> Scored:
-    """The pass that gives old log-probs and routes; ``routes``, per sample [P + L - 1, layers, k] uint8, are
-    replayed. Collective."""
+    """Run the pass for old log-probs; replay ``routes`` [P + L - 1, layers, k] of each sample. Collective."""
     scoring = Scoring(groups=policy.groups, vocab_size=policy.arch.vocab_size, temperature=temperature)
     layout = pack_layout(
         policy.groups,
@@ -141,7 +140,7 @@ def score(
 
 
 def run(policy: Policy, case: Case, scored: Scored, samples: Sequence[Sample]) -> Outcome:
-    """Take one step on old log-probs that lie the case's drifts below the policy's. Collective."""
+    """Take one step with old log-probs that are the policy's minus the case's drifts. Collective."""
     batches = scored.micro_batches.with_columns(
         old_log_probs=below(scored, case.drifts(samples), samples),
         reference_log_probs=below(scored, reference_drifts(samples), samples),
@@ -165,7 +164,7 @@ def run(policy: Policy, case: Case, scored: Scored, samples: Sequence[Sample]) -
     )
     grad_norm = None
     with _counted(policy.groups) as counts:
-        if policy.config.params_dtype == torch.float64:  # Megatron's optimizer knows no float64
+        if policy.config.params_dtype == torch.float64:  # Megatron's optimizer has no float64
             metrics = means(policy.backward(batches, loss))
         else:
             update = policy.update(batches, loss)
@@ -185,7 +184,7 @@ def run(policy: Policy, case: Case, scored: Scored, samples: Sequence[Sample]) -
 
 
 def _parameters(policy: Policy) -> Iterator[tuple[Row, Any]]:
-    """Row of the table of weights and parameter, for each parameter of this rank."""
+    """Row of the weight table and parameter, for each parameter on this rank."""
     for chunk in policy.chunks:
         offset = layer_offset(policy.config, chunk)
         for name, parameter in chunk.named_parameters():
@@ -193,8 +192,7 @@ def _parameters(policy: Policy) -> Iterator[tuple[Row, Any]]:
 
 
 def _response_positions(batch: MicroBatch, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-    """Sample, and number among the tokens that the policy wrote there, of each of this rank's tokens inside
-    the mask."""
+    """For each of this rank's tokens inside the mask: its sample, and its index among the written tokens."""
     whole = [
         [*bytes(len(sample.prompt.token_ids)), *(kind == WRITTEN for kind in sample.completion.kinds)]
         for sample in samples
@@ -205,8 +203,7 @@ def _response_positions(batch: MicroBatch, samples: Sequence[Sample]) -> tuple[T
 
 
 def below(scored: Scored, drifts: Sequence[Tensor], samples: Sequence[Sample]) -> list[Tensor]:
-    """Log-probs [t] of every micro-batch that lie ``drifts`` below the scores; NaN outside the mask, where
-    nothing may look."""
+    """Scores minus ``drifts`` [t] per micro-batch; NaN outside the mask, where values must not be used."""
     padded = pad_sequence([*drifts], batch_first=True)
     columns = []
     for batch, score in zip(scored.micro_batches, scored.log_probs, strict=True):
@@ -224,8 +221,7 @@ def _gathered(
     samples: Sequence[Sample],
     policy: Policy,
 ) -> dict[str, Any]:
-    """The fields of :class:`Outcome` that are per sequence, in the order of the samples, from the log-probs
-    of each batch and the rows [4, n] that this rank has observed. Collective."""
+    """Fields of :class:`Outcome` in sample order; ``rows`` [4, n] are this rank's. Collective."""
     groups = policy.groups
     longest = max(sample.completion.length for sample in samples)
     log_probs = rows.new_zeros(len(samples), longest)
@@ -236,7 +232,7 @@ def _gathered(
         tokens += batch.mask.sum()
     dist.all_reduce(log_probs, group=groups.dp_cp)
     dist.all_reduce(tokens, group=groups.dp_cp)
-    # Only the last pipeline stage has observed; every context-parallel rank all of its sequences.
+    # Only the last pipeline stage observes; every context-parallel rank observes all its sequences.
     dist.all_reduce(rows, group=groups.dp)
     dist.broadcast(rows, src=dist.get_process_group_ranks(groups.pp)[-1], group=groups.pp)
     sums, clipped, outside, seen = rows.cpu()
@@ -250,7 +246,7 @@ def _gathered(
     }
 
 
-# torch 2.13 has new names for two of them.
+# torch 2.13 renames two of them.
 _COLLECTIVES = [
     name
     for name in (
@@ -260,13 +256,12 @@ _COLLECTIVES = [
     if hasattr(dist, name)
 ]
 _HEAD_AND_LOSS = {function.__module__ for function in (linear_log_probs, sequence_sums, prefix_sums)}
-"""Modules whose collectives are counted, as are those of ``of_first_rank``: by these functions ``PolicyLoss``
-asks other ranks."""
+"""Modules that, with ``of_first_rank``, make all of ``PolicyLoss``'s collectives, which are counted."""
 
 
 @contextmanager
 def _counted(groups: ParallelGroups) -> Iterator[Counter[str]]:
-    """Counts the collectives that the head and the loss start meanwhile, by group."""
+    """Count the collectives that head and loss start in this context, by group."""
     counts: Counter[str] = Counter()
     kept = {name: getattr(dist, name) for name in _COLLECTIVES}
     ranks = {

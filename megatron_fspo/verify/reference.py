@@ -1,17 +1,16 @@
-"""The model as a formula and every policy loss by its textbook definition, differentiated by autograd.
+"""The model and every policy loss by their definitions, differentiated by autograd.
 
-Plain torch in float64 on the CPU. Llama, Qwen2, Qwen3 and Qwen3-MoE come from Hugging Face weights, one
-unpadded sequence with all its rows at a time: no packing, no cache, no kernel, nothing shared with what is
-checked. ::
+Plain torch in float64 on the CPU. All supported model families are computed from Hugging Face weights, one
+unpadded sequence with all its rows at a time, without packing, cache or kernels. ::
 
     x = embed[ids]
     x = x + attention(rms_norm(x))          for every layer
     x = x + swiglu(rms_norm(x))             or Σ p_e·swiglu_e over a token's experts
     log π = log_softmax(rms_norm(x)·headᵀ / temperature)
 
-Production works the weight of each token out by hand and detaches it; here S keeps its graph, and the min,
-the clip and the mean are differentiated as they stand: J_i is the loss's own ``definition``, which shares no
-code with its gradient weights. Nothing else is imported from the code that is checked. ::
+Production computes each token's weight explicitly and detaches it. Here S keeps its graph, and autograd
+differentiates min, clip and mean: J_i is the loss's ``definition``, which shares no code with its gradient
+weights. Nothing else of the verified code is used. ::
 
     J    = (1/N) Σ_i J_i                                 FSPO, RLOO, GSPO, LUSPO, GMPO
          = (1/N) Σ_i (1/L_i) Σ_t J_it                    GRPO, SAPO, OPSM
@@ -22,8 +21,8 @@ code with its gradient weights. Nothing else is imported from the code that is c
     B    = (1/N) Σ_i Σ_layers E·Σ_e f_e·P_e              f_e share of expert e in the choices of a sequence's
     Z    = (1/N) Σ_i Σ_layers mean_t (logsumexp z_t)²    tokens, P_e mean of its softmax, z a router's logits
 
-N counts the samples with a response and T their response tokens L_i: those that the policy wrote, not what an
-environment inserted. Units: nats.
+N is the number of samples with a response, and T the number of their response tokens, L_i each. Only tokens
+that the policy wrote count, not those that an environment inserted. Units: nats.
 Shapes: n samples, t tokens of one of them, h query heads, g KV heads, d head size, V vocabulary.
 """
 
@@ -47,38 +46,37 @@ ZERO = torch.zeros((), dtype=torch.float64)
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """One forward pass over n samples, with its graph: any number of losses share it."""
+    """One forward pass over n samples with its graph, for any number of losses."""
 
     weights: Mapping[str, Tensor]
-    """Hugging Face name → float64 tensor; the gradient is asked of those with ``requires_grad``."""
+    """Hugging Face name → float64 tensor; those with ``requires_grad`` get gradients."""
     advantages: tuple[float, ...]
     log_probs: tuple[Tensor, ...]
-    """Per sample [L] log π(y_t), nats; L = 0 is allowed."""
+    """Per sample [L] log π(y_t), nats; L may be 0."""
     entropies: tuple[Tensor, ...]
     """Per sample [L]."""
     turns: tuple[tuple[int, ...], ...] = ()
-    """Per sample the lengths of its turns; their sum is L. None: each is one turn."""
+    """Per sample the lengths of its turns, which sum to L; if empty, every sample is one turn."""
     router_losses: tuple[Tensor, ...] = ()
-    """Per sample [2]: its parts of B and Z, summed over layers; none for a dense model."""
+    """Per sample [2]: its terms of B and Z, summed over layers; empty for a dense model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """One loss of one optimizer step; all tensors are float64 and detached, n is the number of samples."""
+    """One loss of one optimizer step over n samples; tensors are detached, and float64 unless stated."""
 
     log_probs: list[Tensor]
     """Per sample [L]."""
     log_ratio_sums: Tensor
     """S [n]; 0 for an empty response."""
     clipped: Tensor
-    """[n] 1 where a clip takes the gradient of J_i from a sequence with A ≠ 0, else 0; token level: the share
-    of its tokens."""
+    """[n] 1 if a clip removes the gradient of J_i where A ≠ 0, else 0; token level: the share of tokens."""
     out_of_band: Tensor
-    """[n] bool: outside the band on either side, whatever the sign of A; token level: any token is."""
+    """[n] bool: outside the band on either side, for any sign of A; token level: any token is."""
     objective: float
-    """J, without entropy bonus and KL penalty: −``actor/pg_loss``."""
+    """J, without entropy bonus and KL penalty; equals −``actor/pg_loss``."""
     loss: float
-    """The sum that is minimised."""
+    """The minimised total."""
     entropy: float
     """H."""
     kl: float
@@ -91,15 +89,15 @@ class Reference:
 
 @dataclass(kw_only=True)
 class Routers:
-    """Those of all layers, at work on one sequence."""
+    """The routers of all layers, applied to one sequence."""
 
     given: Tensor | None = None
-    """[t - 1, layers, k] experts; a number that no expert has: the router's choice, as for the last token."""
+    """[t - 1, layers, k] experts. Numbers ≥ E, and the last token, leave the choice to the router."""
     losses: list[Tensor] = field(default_factory=list)
-    """Per layer [2]: parts of B and Z."""
+    """Per layer [2]: terms of B and Z."""
 
     def choose(self, logits: Tensor, k: int) -> Tensor:
-        """[t, k] experts of the next layer, from its router's logits [t, E]."""
+        """Return the experts [t, k] of the next layer from its router's logits [t, E]."""
         chosen = logits.topk(k, dim=-1).indices
         tokens, experts = logits.shape
         if self.given is not None:
@@ -118,21 +116,14 @@ def forward(
     temperature: float,
     routes: Sequence[Tensor] | None = None,
 ) -> Scores:
-    """Score every sample under the temperature that it was sampled at.
+    """Score every sample at the temperature of sampling, which divides the logits.
 
-    Args:
-        weights: see :func:`log_probs_and_entropy`.
-        arch: of the model.
-        samples: n.
-        temperature: divides the logits.
-        routes: per sample [P + L - 1, layers, k] experts of its tokens; as many as there are none: no expert.
-
-    Raises:
-        ValueError: a weight that is not float64.
+    ``routes``: per sample, :attr:`Routers.given` of its P + L - 1 tokens. Raises ``ValueError`` if a weight
+    is not float64.
     """
     for name, weight in weights.items():
         if weight.dtype != torch.float64:
-            raise ValueError(f"{name} is {weight.dtype}; the reference is computed in float64")
+            raise ValueError(f"{name} is {weight.dtype}; the reference needs float64")
     rows, losses = [], []
     for number, sample in enumerate(samples):
         routers = Routers(given=None if routes is None else routes[number])
@@ -163,22 +154,21 @@ def reference(
     aux_loss_coef: float = 0.0,
     z_loss_coef: float = 0.0,
 ) -> Reference:
-    """One loss and its gradient.
+    """Compute one loss and its gradient.
 
     Args:
         scores: of all samples of the optimizer step.
-        loss: the configuration's section, as it stands before a run has measured anything: ``c_low`` and
-            ``c_high`` whatever ``calibrate`` says, and no drift but a given one.
-        drifts: per sample [L], float64: log π − log π_old of each token; S is their sum. |S| must stay below
-            700: e^S overflows there.
+        loss: its configuration, without measured values: ``c_low`` and ``c_high`` apply whatever
+            ``calibrate`` says, and a drift only if it is given.
+        drifts: per sample [L] float64: log π − log π_old of each token; S is their sum. |S| must be below
+            700, where e^S overflows.
         ref_drifts: the same for log π − log π_ref.
         kl_coef: factor of KL in the loss; needs ``ref_drifts``.
         aux_loss_coef: factor of B.
         z_loss_coef: factor of Z.
 
     Raises:
-        ValueError: drifts that do not fit the samples, no sample with a response, or ``kl_coef`` without
-            ``ref_drifts``.
+        ValueError: drifts do not fit the samples or are missing, or no sample has a response.
     """
     if kl_coef and ref_drifts is None:
         raise ValueError(f"kl_coef = {kl_coef} needs ref_drifts")
@@ -208,7 +198,7 @@ def reference(
             total = total + (aux_loss_coef * balance + z_loss_coef * z_loss) / num_sequences
 
     learned = {name: weight for name, weight in scores.weights.items() if weight.requires_grad}
-    # The graph stays for the next loss.
+    # The next loss needs the graph.
     slopes = torch.autograd.grad(total, list(learned.values()), retain_graph=True)
     gradients = dict(zip(learned, slopes, strict=True))
     return Reference(
@@ -242,7 +232,7 @@ def _defined(
 
 
 def _log_ratios(log_probs: Sequence[Tensor], drifts: Sequence[Tensor]) -> list[Tensor]:
-    """log π − log π_old per sample [L], where log π_old is a constant that lies ``drifts`` below log π."""
+    """log π − log π_old per sample [L], where log π_old is the constant log π − ``drifts``."""
     for index, (new, drift) in enumerate(zip(log_probs, drifts, strict=True)):
         if drift.shape != new.shape:
             raise ValueError(f"drifts of sample {index} are {[*drift.shape]}; it has {len(new)} tokens")
@@ -258,26 +248,18 @@ def log_probs_and_entropy(
     routers: Routers | None = None,
     row_starts: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of one response, and the entropies beside them.
+    """Log-probs [L] of one response, and the entropies [L] of its tokens' distributions, with their graph.
 
-    Args:
-        weights: the checkpoint's tensors under their names, float64.
-        arch: their sizes.
-        prompt_ids: at least one token.
-        response_ids: L tokens; L may be 0.
-        temperature: above 0; divides the logits.
-        routers: what they are given, and what is learned of them.
-        row_starts: numbers of the response's tokens from which on none before is read.
-
-    Returns:
-        log π(y_t) [L] and the entropy [L] of the distribution that y_t was drawn from, with their graph.
+    ``prompt_ids`` has at least one token; L may be 0. ``temperature`` divides the logits. ``routers`` has the
+    given experts, and collects router losses. ``row_starts`` are positions in the response that begin a row,
+    which cannot attend to earlier tokens.
     """
     ids = [*prompt_ids, *response_ids]
     rows = torch.zeros(len(ids), dtype=torch.long)
     for start in row_starts:
         rows[len(prompt_ids) + start :] += 1
     hidden = _hidden_states(weights, arch, ids, rows, routers or Routers())
-    # Position p predicts the token at p + 1: the last token of the prompt predicts the first of the response.
+    # Position p predicts token p + 1: the prompt's last token predicts the response's first.
     first = len(prompt_ids) - 1
     hidden = hidden[first : first + len(response_ids)]
     head = weights["model.embed_tokens.weight" if arch.tied else "lm_head.weight"]
@@ -290,16 +272,16 @@ _MIXTRAL = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3
 
 
 def plain_name(name: str) -> str:
-    """Name of a weight as the other families have it."""
+    """Translate the name of a Mixtral weight to that of the other families."""
     return ".".join(_MIXTRAL.get(word, word) for word in name.split("."))
 
 
 def rotary_table(arch: Architecture, count: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [t, 1, d] of p·θ^(−2i/d), for positions p and the pairs i < d/2, twice side by side.
+    """cos and sin [t, 1, d] of p·θ^(−2i/d), for positions p and pairs i < d/2, repeated for both halves.
 
     In fp32, then widened: transformers and Megatron both define the table in fp32, so its rounding is part of
-    the model. Llama 3's scaled RoPE divides the frequencies that turn less than once in 8192 tokens by its
-    factor, keeps those that turn more than four times, and goes linearly from one to the other between.
+    the model. Llama 3's scaled RoPE divides frequencies with less than one period in 8192 tokens by its
+    factor, keeps those with more than four, and interpolates linearly between.
     """
     pairs = torch.arange(0, arch.head_dim, 2, dtype=torch.float32)
     frequencies = 1.0 / (arch.rope_theta ** (pairs / arch.head_dim))
@@ -314,7 +296,7 @@ def rotary_table(arch: Architecture, count: int) -> tuple[Tensor, Tensor]:
 def _hidden_states(
     weights: Mapping[str, Tensor], arch: Architecture, ids: Sequence[int], rows: Tensor, routers: Routers
 ) -> Tensor:
-    """[t, hidden] after the last norm. A token reads those before it in its row, of ``rows`` [t] from 0."""
+    """[t, hidden] after the last norm. Tokens attend to earlier ones with the same number in ``rows`` [t]."""
     x = weights["model.embed_tokens.weight"][torch.tensor(ids)]
     places = torch.cat([torch.arange(int(count)) for count in rows.bincount()])
     cos, sin = rotary_table(arch, len(ids))
@@ -336,10 +318,9 @@ def _attention(
     table: tuple[Tensor, Tensor],
     rows: Tensor,
 ) -> Tensor:
-    """softmax(q·kᵀ / √d)·v over the row's tokens so far, [t, hidden] → [t, hidden].
+    """softmax(q·kᵀ / √d)·v over earlier tokens of the row, [t, hidden] → [t, hidden].
 
-    Every query head has its own q; h / g neighbours share a KV head. Qwen2 has biases, Qwen3 normalises q and
-    k per head.
+    h / g adjacent query heads share a KV head. Qwen2 has biases, Qwen3 normalises q and k per head.
     """
     query, key, value = (
         F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias")).view(len(x), -1, arch.head_dim)
@@ -366,9 +347,9 @@ def _swiglu(weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 
 def _mixture(weights: Mapping[str, Tensor], experts: Experts, x: Tensor, routers: Routers) -> Tensor:
-    """Σ_e p_e·swiglu_e(x) over the k experts that a token's router likes best, [t, hidden] → [t, hidden].
+    """Σ_e p_e·swiglu_e(x) over the k experts of each token, [t, hidden] → [t, hidden].
 
-    p is the softmax over all experts, of which a model may make the k sum to 1.
+    p is the softmax over all experts, or with ``normalize_top_k`` over these k.
     """
     logits = x @ weights["mlp.gate.weight"].T
     chosen = routers.choose(logits, experts.per_token)  # [t, k]
@@ -390,6 +371,6 @@ def _rms_norm(x: Tensor, weight: Tensor, arch: Architecture) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (x_i, x_{i + d/2}) of x [t, heads, d] by their angles."""
+    """Rotate the pairs (x_i, x_{i + d/2}) of x [t, heads, d] by their angles."""
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-right, left], dim=-1) * sin

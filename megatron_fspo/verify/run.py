@@ -1,4 +1,4 @@
-"""Verify: every layout, every loss, against one process in float64."""
+"""Run every layout and loss, and compare each with one process in float64."""
 
 from __future__ import annotations
 
@@ -36,58 +36,53 @@ from megatron_fspo.weights import Architecture, adapter_shapes
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One case on one layout in one precision."""
-
     layout: str
     case: Case
     dtype: torch.dtype
     tied: bool
     errors: Errors
     grad_norm: float
-    """The reference's, in float64."""
+    """Of the reference, in float64."""
     collectives: dict[str, float]
     problems: list[str]
-    """Empty: it passed."""
+    """Empty if the case passed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyPlan:
-    """The checked arguments."""
+    """The checked arguments of ``verify``."""
 
     backend: Backend
     arch: Architecture | None
-    """Of a run's configuration, cut narrow; None: small ones of :func:`~.cases.kinds`. Its layers follow from
-    the layout."""
+    """Narrowed model of a run; None: a small model, tied and untied. The layout sets the number of layers."""
     layouts: list[Layout]
     dtypes: list[torch.dtype]
     every_case: bool
-    """In every precision; else each layout runs every loss once, in one precision or the other, and all
-    layouts together cover the pairs."""
+    """Run every case in every precision. Otherwise each layout runs every loss once, in one of the
+    precisions, and all layouts together cover all pairs."""
     world_size: int
 
 
 def verify(
     planned: VerifyPlan, config: Config | None, report: Callable[[Layout, list[Result]], None]
 ) -> list[Result]:
-    """Run every layout; ``report`` hears of each as it is done. Collective; the same on every rank.
+    """Verify every layout. Collective; all ranks return the same results.
 
-    Args:
-        planned: layouts, one after the other, and their cases.
-        config: of a run whose loss and temperature are to be among the cases.
-        report: hears of each layout when it is done.
+    The loss of ``config`` is added to the cases, and its temperature is used. ``report`` is called with each
+    layout and its results.
     """
     backend, dtypes = planned.backend, planned.dtypes
-    join(backend)  # the references are shared before the first layout starts
+    join(backend)  # for sharing the references, before the first layout starts
     temperature = TEMPERATURE if config is None else config.rollout.temperature
     variants = []
     for layout in planned.layouts:
         model = model_of(layout, planned.arch)
         variants.append(kinds(model) if planned.arch is None else [model])
-    # Two layouts have every case with and without replay.
+    # Two shifts give every case with and without replay.
     everything = [case for shift in range(2) for case in cases(config, shift, experts=True)]
     wanted = references({model for some in variants for model in some}, dtypes, everything, temperature)
     stop()
-    gc.freeze()  # what lives on is not looked through again whenever a layout's groups are collected
+    gc.freeze()  # exempts what exists now from the garbage collections after each layout
     done: list[Result] = []
     for number, layout in enumerate(planned.layouts):
         results: list[Result] = []
@@ -99,39 +94,39 @@ def verify(
             some = asked if planned.every_case else _share(asked, turn, len(possible), number)
             if dtype == torch.bfloat16:
                 some = [case for case in some if case.loss.DECIDES_BY_RATIOS]
-                if layout.moe:  # where two experts are nearly alike, rounding chooses
+                if layout.moe:  # rounding decides between experts of nearly equal score
                     some = [replace(case, replay=True) for case in some if not case.aux_loss_coef]
             routes = _routes(model, dtypes) if layout.moe else None
             results += check_cases(policy, layout, some, wanted[model], temperature, routes)
         report(layout, results)
         done += results
-        # Megatron leaves its groups behind, and each keeps threads busy: every layout starts anew.
+        # Megatron does not destroy its groups, whose threads stay busy: every layout starts anew.
         del groups, policy
         stop()
     return done
 
 
 def _weights(arch: Architecture, dtypes: Sequence[torch.dtype]) -> dict[str, Tensor]:
-    """The same for every precision and the reference: rounded, if bf16 is among them."""
+    """The weights for all precisions and the reference, rounded to bf16 if that is among the precisions."""
     stored = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
     return {name: tensor.to(stored).float() for name, tensor in random_weights(arch).items()}
 
 
 def _routes(arch: Architecture, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Those to replay; of every token if bf16 is among the precisions, whose routers do not choose alike."""
+    """Routes to replay. With bf16, whose rounding may change a router's choice, they cover every token."""
     return make_routes(arch, make_samples(arch), gaps=torch.bfloat16 not in dtypes)
 
 
 def _share(asked: Sequence[Case], turn: int, turns: int, number: int) -> list[Case]:
-    """The cases of one precision out of several: the second has those of two splits, other ones on every
-    layout. So each split is scored in one precision only."""
-    start = 2 * number + number // len(SPLITS)  # cases() turns the splits by ``number``
+    """The cases of one of several precisions. The second gets those of two splits, which vary by layout, so
+    each split is scored in one precision only."""
+    start = 2 * number + number // len(SPLITS)  # cases() rotates the splits by ``number``
     second = {SPLITS[(start + i) % len(SPLITS)] for i in range(2)}
     return [case for case in asked if turns == 1 or (case.split in second) == (turn == 1)]
 
 
 def possible_dtypes(layout: Layout, dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
-    """The sharpest first. Megatron's distributed optimizer sorts parameters by type and knows no float64."""
+    """The precisions that the layout supports, highest first; the distributed optimizer has no float64."""
     possible = [d for d in dtypes if d != torch.float64 or not layout.parallel.distributed_optimizer]
     return sorted(possible, key=lambda dtype: torch.finfo(dtype).eps)
 
@@ -144,8 +139,7 @@ def check_cases(
     temperature: float,
     routes: Sequence[Tensor] | None,
 ) -> list[Result]:
-    """Run each case and compare it with the reference of its name; ``routes`` are for those that replay.
-    Collective."""
+    """Compare each case with the reference of its title; ``routes`` are for cases that replay. Collective."""
     arch, dtype = policy.arch, policy.config.params_dtype
     samples = make_samples(arch)
     scored = {
@@ -183,8 +177,7 @@ def check_cases(
 def references(
     models: Iterable[Architecture], dtypes: Sequence[torch.dtype], asked: Sequence[Case], temperature: float
 ) -> dict[Architecture, dict[str, Reference]]:
-    """Model → title of a case → reference, computed once, on rank 0. A dense model has none of the cases that
-    are of experts."""
+    """Compute references on rank 0 and share them: model → title of a case → reference. Collective."""
     by_model: dict[Architecture, dict[str, Reference]] = {}
     for model in models if dist.get_rank() == 0 else ():
         weights = {name: tensor.double() for name, tensor in _weights(model, dtypes).items()}
@@ -210,7 +203,7 @@ def references(
         }
     everyone = dist.group.WORLD
     assert everyone is not None
-    # As one file: thousands of tensors pickled one by one take seconds to read.
+    # One file, because thousands of tensors pickled one by one take seconds to read.
     file = io.BytesIO()
     torch.save(by_model, file)
     shared = io.BytesIO(share(file.getvalue(), group=everyone))
@@ -219,7 +212,7 @@ def references(
 
 
 def _adapted(weights: Mapping[str, Tensor], arch: Architecture) -> Mapping[str, Tensor]:
-    """W + scale · B A in the place of each W that has an adapter."""
+    """Replace each W that has an adapter by W + scale · B A."""
     if arch.adapters is None:
         return weights
     suffix = ".lora_A.weight"

@@ -1,9 +1,7 @@
-"""Hugging Face ↔ Megatron weights.
+"""Conversion of weights between Hugging Face and Megatron.
 
-:mod:`.architecture` reads ``config.json``; :mod:`.table` says which tensors make which parameter, splits and
-merges them. A :mod:`.reader` is a checkpoint on disk, :mod:`.hf_reader` and :mod:`.megatron_reader` are the
-two formats; :mod:`.hf_writer` and :mod:`.megatron_writer` write them as streams. :mod:`.load` opens a
-checkpoint, fills and exports a running model.
+:mod:`.table` maps Hugging Face tensors to Megatron parameters. Readers and writers handle both formats on
+disk, and :mod:`.load` copies a checkpoint into a running model and exports a running model.
 """
 
 from megatron_fspo.weights.architecture import (

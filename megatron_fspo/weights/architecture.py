@@ -1,8 +1,7 @@
-"""The shape of a model, as a Hugging Face ``config.json`` has it.
+"""The architecture of a model, read from a Hugging Face ``config.json``.
 
-Every size the conversion uses comes from here, and ``mcore`` builds Megatron's configuration from the same
-record, so the weights and the model that receives them cannot disagree. What Megatron would compute
-differently from transformers (other biases, sliding windows, other kinds of RoPE) is refused.
+The conversion and ``mcore`` both take sizes from this record. Settings that Megatron would compute
+differently from transformers (other biases, sliding windows, other kinds of RoPE) raise ``InputError``.
 """
 
 from __future__ import annotations
@@ -18,38 +17,37 @@ import torch
 from megatron_fspo.errors import InputError
 
 SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
-# The only values Megatron's scaled RoPE knows beside the factor; those of Llama 3.1, 3.2 and 3.3.
+# Megatron's scaled RoPE supports only these values, which Llama 3.1, 3.2 and 3.3 use.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 BACKWARD = 2
-"""Forward passes that a backward pass costs: a product for the inputs' gradient, one for the weights'."""
+"""Cost of a backward pass in forward passes: one product for the inputs' gradient, one for the weights'."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The mixture of experts that every layer of a model has in place of its MLP."""
+    """The mixture of experts that replaces the MLP in every layer."""
 
     count: int
     per_token: int
     ffn_size: int
     normalize_top_k: bool
-    """The weights of a token's experts sum to 1."""
+    """The routing weights of a token's experts are normalised to sum to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
-    """Low-rank adapters of a model's matrices: y = W x + scale · B A x."""
+    """Low-rank adapters of weight matrices: y = W x + scale · B A x."""
 
     rank: int
-    """Rows of A, columns of B."""
     scale: float
     targets: tuple[str, ...]
-    """Of q, k, v, o, gate, up, down."""
+    """A subset of q, k, v, o, gate, up, down."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """The numbers of one model.
+    """The sizes and settings of one model.
 
     Example (Qwen3-0.6B)::
 
@@ -63,30 +61,29 @@ class Architecture:
     hidden_size: int
     num_heads: int
     num_kv_heads: int
-    """Megatron's query groups."""
     head_dim: int
-    """Not hidden_size / num_heads in general."""
+    """Not always hidden_size / num_heads."""
     ffn_size: int
     vocab_size: int
-    """Rows of the Hugging Face embedding; Megatron's table may be padded beyond them."""
+    """Rows of the Hugging Face embedding; Megatron may pad its own."""
     tied: bool
-    """The output layer is the embedding."""
+    """The output layer shares the embedding's weight."""
     rms_norm_eps: float
     rope_theta: float
     rope_factor: float | None = None
-    """Factor by which Llama 3's scaled RoPE stretches long wavelengths."""
+    """Factor of Llama 3's scaled RoPE, which stretches long wavelengths; None: RoPE is not scaled."""
     experts: Experts | None = None
     adapters: Adapters | None = None
-    """What is trained in place of the matrices."""
+    """Adapters that are trained instead of the matrices."""
     max_position_embeddings: int
     dtype: torch.dtype
-    """The dtype the config names; a file's own is asked of ``HFReader``."""
+    """The dtype in ``config.json``. Tensors in the files may have others: see ``Reader.dtype``."""
     fp8_block: tuple[int, int] | None = field(default=None, compare=False)
-    """Rows and columns of a weight that share one scale, in a checkpoint quantised to FP8; else None."""
+    """Rows and columns of a weight that share one scale in an FP8 checkpoint; None for other checkpoints."""
 
     @property
     def lora_rank(self) -> int:
-        """Rank of the adapters; 0 without."""
+        """Rank of the adapters; 0 without adapters."""
         return self.adapters.rank if self.adapters else 0
 
     @property
@@ -111,13 +108,13 @@ class Architecture:
 
     @property
     def layer_size(self) -> int:
-        """Parameters in the matrices of one layer that a token meets."""
+        """Parameters in one layer's matrices that a token uses, without the router."""
         ffn = self.experts.per_token * self.experts.ffn_size if self.experts else self.ffn_size
         return self.hidden_size * (2 * self.q_size + 2 * self.kv_size + 3 * ffn)
 
 
 def read_architecture(checkpoint_dir: str | Path) -> Architecture:
-    """The architecture of a checkpoint folder; ``InputError`` if it is not one we compute exactly."""
+    """Read the architecture of a checkpoint folder; raises ``InputError`` if the model is not supported."""
     config = _Config(Path(checkpoint_dir) / "config.json")
     model_type = config.required("model_type", str)
     if model_type not in SUPPORTED:
@@ -152,7 +149,7 @@ def check_tensor_parallel(arch: Architecture, tp_size: int, padded_vocab: int | 
     if tp_size < 1:
         raise InputError(f"tensor-parallel size {tp_size} must be at least 1")
     counts = {"num_attention_heads": arch.num_heads, "num_key_value_heads": arch.num_kv_heads}
-    if arch.experts is None:  # tensor parallel does not cut experts
+    if arch.experts is None:  # tensor parallelism does not split experts
         counts["intermediate_size"] = arch.ffn_size
     for key, count in counts.items():
         if count % tp_size:
@@ -171,18 +168,17 @@ def forward_flops(
     prompts: Sequence[int] | None = None,
     lengths: Sequence[int] | None = None,
 ) -> int:
-    """Floating-point operations of a forward pass over separate sequences, 2 per multiplication and addition.
+    """Floating-point operations of a forward pass over separate sequences; a multiply-add counts as 2.
 
-    For a sequence of T = prompt + response tokens, of which the policy wrote L, with layers · P parameters in
-    matrices that a token meets::
+    A sequence of T = prompt + response tokens, L of them written by the policy, costs, with P =
+    ``layer_size``::
 
         2 · layers · P · T  +  2 · layers · q_size · T²  +  2 · vocabulary · hidden · L
 
-    The second term is causal attention: q·k and weights·v over T² / 2 pairs each. The head is computed for
-    what the policy wrote only. Norms, softmax and RoPE are left out, as is usual.
-
-    Neighbours with the same number in ``prompts`` share their prompt, but for its last token. L is all of the
-    response without ``lengths``. Rows of a trajectory count as one, more than they take.
+    The second term is causal attention: q·k and weights·v over T² / 2 pairs each. Norms, softmax and RoPE are
+    omitted, as is usual. ``lengths`` has each L, by default that of the response. Neighbours with equal
+    numbers in ``prompts`` share their prompt except its last token. All rows of a trajectory count as one
+    sequence, an upper bound.
     """
     lengths = response_lengths if lengths is None else lengths
 
@@ -210,7 +206,7 @@ def _fp8_block(config: _Config) -> tuple[int, int] | None:
         or [type(size) for size in block] != [int, int]
         or min(block) < 1
     ):
-        problem = "is not FP8 with a weight_block_size of two sizes; only that and float are supported"
+        problem = "must be FP8 with a weight_block_size of two sizes, or absent"
         raise config.error("quantization_config", problem)
     return block[0], block[1]
 
@@ -221,20 +217,20 @@ class _Config:
     def __init__(self, path: Path) -> None:
         self.path = path
         if not path.is_file():
-            raise InputError(f"{path} not found; a Hugging Face checkpoint folder has one")
+            raise InputError(f"{path} is missing; a Hugging Face checkpoint folder must have it")
         try:
             values = json.loads(path.read_bytes())
         except ValueError as error:
             raise InputError(f"{path} is not JSON: {error}") from error
         if not isinstance(values, dict):
-            raise InputError(f"{path} must hold a JSON object")
+            raise InputError(f"{path} must be a JSON object")
         self.values: dict[str, Any] = values
 
     def error(self, key: str, problem: str) -> InputError:
         return InputError(f"{self.path}: {key} {problem}")
 
     def optional(self, key: str) -> Any:
-        """The value, or None where the key is absent or null: transformers writes both for "unset"."""
+        """Return the value, or None if the key is absent or null: transformers writes both for "unset"."""
         return self.values.get(key)
 
     def required(self, key: str, *types: type) -> Any:
@@ -268,7 +264,7 @@ def _refuse_unsupported(config: _Config) -> None:
 
 
 def _head_dim(config: _Config) -> int:
-    """Qwen3 has one of its own; the others may leave it to hidden_size / heads."""
+    """Read head_dim; models other than Qwen3 may omit it, and it is then hidden_size / heads."""
     if config.optional("head_dim") is not None or config.values["model_type"].startswith("qwen3"):
         return config.size("head_dim")
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
@@ -279,34 +275,34 @@ def _head_dim(config: _Config) -> int:
 
 def _experts(config: _Config) -> Experts:
     if config.optional("decoder_sparse_step") not in (None, 1) or config.optional("mlp_only_layers"):
-        raise config.error("mlp_only_layers", "or decoder_sparse_step: only experts in every layer supported")
+        raise config.error("mlp_only_layers", "or decoder_sparse_step: all layers must have experts")
     mixtral = config.values["model_type"] == "mixtral"
-    if mixtral and config.optional("sliding_window") is not None:  # Qwen3's has a switch
+    if mixtral and config.optional("sliding_window") is not None:  # Qwen3 has use_sliding_window
         raise config.error("sliding_window", "is set; only full attention is supported")
     experts = Experts(
-        # transformers 5 writes num_local_experts, as Mixtral; the hub's files have num_experts.
+        # Mixtral and transformers 5 write num_local_experts; Qwen3-MoE's files on the Hub have num_experts.
         count=config.size("num_experts" if "num_experts" in config.values else "num_local_experts"),
         per_token=config.size("num_experts_per_tok"),
         ffn_size=config.size("intermediate_size" if mixtral else "moe_intermediate_size"),
         normalize_top_k=mixtral or config.required("norm_topk_prob", bool),
     )
     if experts.per_token > experts.count:
-        raise config.error("num_experts_per_tok", f"is {experts.per_token}, of {experts.count} num_experts")
+        raise config.error("num_experts_per_tok", f"is {experts.per_token}; num_experts is {experts.count}")
     return experts
 
 
 def _rope_theta(config: _Config) -> float:
-    """Read theta, from ``rope_parameters`` (transformers 5), ``rope_theta`` or ``rope_scaling`` (4)."""
+    """Read theta from ``rope_parameters`` (transformers 5), ``rope_theta`` or ``rope_scaling`` (4)."""
     thetas = [config.optional("rope_theta"), *(rope.get("rope_theta") for _, rope in _ropes(config))]
     given = [theta for theta in thetas if theta is not None]
     if not given:
-        raise config.error("rope_theta", "is missing, at the top level and in rope_parameters")
+        raise config.error("rope_theta", "is missing at the top level and in rope_parameters")
     if len(set(given)) > 1:
-        raise config.error("rope_theta", f"is {given[0]!r}, but rope_parameters says {given[1]!r}")
+        raise config.error("rope_theta", f"is {given[0]!r}, but rope_parameters has {given[1]!r}")
     if type(given[0]) not in (int, float) or given[0] <= 0:
         raise config.error("rope_theta", f"is {given[0]!r}; it must be a positive number")
     if given[0] != int(given[0]):
-        raise config.error("rope_theta", f"is {given[0]!r}; Megatron's is a whole number")
+        raise config.error("rope_theta", f"is {given[0]!r}; Megatron supports whole numbers only")
     return float(given[0])
 
 
@@ -319,7 +315,7 @@ def _ropes(config: _Config) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _rope_factor(config: _Config) -> float | None:
-    """Read the factor of scaled RoPE; None where RoPE is not scaled."""
+    """Read the factor of scaled RoPE; None if RoPE is not scaled."""
     factors: set[float] = set()
     for key, rope in _ropes(config):
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
@@ -335,7 +331,7 @@ def _rope_factor(config: _Config) -> float | None:
         elif kind != "default":
             raise config.error(key, f"has rope_type {kind!r}; only 'default' and 'llama3' are supported")
     if len(factors) > 1:
-        raise config.error("rope_scaling", f"and rope_parameters disagree: {factors}")
+        raise config.error("rope_scaling", f"and rope_parameters have different factors: {factors}")
     return factors.pop() if factors else None
 
 

@@ -1,8 +1,8 @@
-"""The files of a ``torch_dist`` folder: chunks of global tensors, and the index that finds them.
+"""The files of a ``torch_dist`` folder: chunks of global tensors, and the index of their locations.
 
-Every rank that writes has files of its own (``__<rank>_<n>.distcp``) and a part of the index. One rank merges
-the parts and writes the index last: without it nothing of the folder loads. Whoever reads need not know how
-the tensors were cut. A *box* is a part of a tensor: offsets and sizes, one of each per dimension.
+Each rank writes its own files (``__<rank>_<n>.distcp``) and a partial index. One rank merges the indexes and
+writes the result last; without it the folder cannot be loaded. A *box* is a region of a tensor: offsets and
+sizes, one of each per dimension.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def boxes(shape: Sequence[int], first: int, end: int, *, limit: int) -> Iterator[Box]:
-    """Cut the values from flat position ``first`` to before ``end`` of a row-major tensor of this shape into
-    boxes that lie one after the other, none with more than ``limit`` values."""
+    """Cut positions [first, end) of a row-major tensor into consecutive boxes of at most ``limit`` values."""
     if len(shape) == 1:
         for at in range(first, end, limit):
             yield (at,), (min(limit, end - at),)
@@ -64,13 +63,10 @@ def boxes(shape: Sequence[int], first: int, end: int, *, limit: int) -> Iterator
 
 
 class ChunkReader:
-    """Reads boxes into tensors, one chunk in memory at a time.
+    """Reads boxes into tensors, with one chunk in memory at a time.
 
-    Attributes:
-        tensors: dtype and shape of every global tensor, by its key.
-
-    Raises:
-        InputError: the folder is no checkpoint, is damaged, or is not to be trusted.
+    ``tensors`` has the dtype and shape of each global tensor by key. Raises ``InputError`` if the folder is
+    not a checkpoint, or is damaged or unsafe.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -81,44 +77,41 @@ class ChunkReader:
         self._stored = {key: item for key, item in stored if isinstance(item, TensorStorageMetadata)}
         self.tensors = {key: (item.properties.dtype, tuple(item.size)) for key, item in self._stored.items()}
         self._chunks: dict[str, list[Box]] = {}
-        # The next box is often in it.
+        # Kept because the next box is often in the same chunk.
         self._loaded: tuple[str, Box, Tensor] | None = None
 
     def __contains__(self, key: str) -> bool:
         return key in self._stored
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of a global tensor."""
         if key not in self.tensors:
             raise InputError(f"{self.folder / METADATA} has no tensor {key}")
         return self.tensors[key][1]
 
     def chunks(self, key: str) -> list[Box]:
-        """The boxes that a tensor was cut into."""
+        """The boxes into which a tensor was cut."""
         if key not in self._chunks:
             whole = self.shape(key)
             chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._stored[key].chunks]
             for offsets, sizes in chunks:
                 inside = [0 <= o < o + s <= n for o, s, n in zip(offsets, sizes, whole, strict=False)]
                 if not len(offsets) == len(sizes) == len(whole) or not all(inside):
-                    odd = f"a chunk of {sizes} at {offsets}"
-                    raise InputError(f"{self.folder / METADATA}: {key} is {whole}, and has {odd}")
+                    odd = f"an invalid chunk of shape {sizes} at {offsets}"
+                    raise InputError(f"{self.folder / METADATA}: {key} of shape {whole} has {odd}")
             self._chunks[key] = chunks
         return self._chunks[key]
 
     def file(self, key: str, chunk: Box) -> Path:
-        """The file that holds a chunk."""
         return self.folder / str(self._info(key, chunk).relative_path)
 
     def read_into(
         self, key: str, wanted: Sequence[tuple[Box, Tensor]], among: Iterable[Box] | None = None
     ) -> None:
-        """Fill tensors with the values of their boxes of a stored tensor, cast to their dtypes; what lies
-        beyond it is 0. ``among`` are the chunks that have some of it, if that is known; else all are looked
-        at.
+        """Fill each tensor in ``wanted`` with the values of its box, cast to its dtype; 0 outside the stored
+        tensor.
 
-        Raises:
-            InputError: a value is missing, stored twice, or not what the index says.
+        ``among`` are the chunks that may overlap the boxes; default: all. Raises ``InputError`` if a value is
+        missing or stored twice, or if a chunk does not match the index.
         """
         whole: Box = ((0,) * len(self.shape(key)), self.shape(key))
         inside = [_intersection(box, whole) for box, _ in wanted]
@@ -141,30 +134,29 @@ class ChunkReader:
     def _check_cover(self, key: str, box: Box, size: int, overlaps: list[Box]) -> None:
         filled = sum(math.prod(sizes) for _, sizes in overlaps)
         twice = any(_intersection(a, b) for a, b in itertools.combinations(overlaps, 2))
-        if filled != size or twice:  # what is there twice could make up for a hole
+        if filled != size or twice:  # an overlap could hide a gap
             problem = "chunks overlap in" if twice else f"chunks cover {filled} of {size} values of"
             raise InputError(f"{self.folder / METADATA}: {problem} {key} at {box[0]}")
 
     def _info(self, key: str, chunk: Box) -> Any:
-        """File, offset and length of a chunk."""
         info = self._metadata.storage_data.get(MetadataIndex(key, torch.Size(chunk[0])))
         if info is None:
-            raise InputError(f"{self.folder / METADATA}: no file for {key} at {chunk[0]}")
+            raise InputError(f"{self.folder / METADATA}: no file is listed for {key} at {chunk[0]}")
         return info
 
     def _load(self, key: str, chunk: Box) -> Tensor:
         if self._loaded is None or self._loaded[:2] != (key, chunk):
-            self._loaded = None  # before the next takes memory
+            self._loaded = None  # free it before the next is loaded
             info = self._info(key, chunk)
             values, dtype = load_entry(self.folder, info), self.tensors[key][0]
             if not isinstance(values, Tensor) or (tuple(values.shape), values.dtype) != (chunk[1], dtype):
-                raise InputError(f"{self.folder / info.relative_path}: {key} is not what the index says")
+                raise InputError(f"{self.folder / info.relative_path}: {key} differs from the index")
             self._loaded = key, chunk, values
         return self._loaded[2]
 
 
 def _intersection(a: Box, b: Box) -> Box | None:
-    """The box of what is in both; None if nothing is.  A chunk of another rank has nothing of any box."""
+    """The common box of two boxes; None if it is empty or their dimensions differ in number."""
     if len(a[0]) != len(b[0]):
         return None
     first = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
@@ -174,16 +166,14 @@ def _intersection(a: Box, b: Box) -> Box | None:
 
 
 def _slices(box: Box, origin: tuple[int, ...]) -> tuple[slice, ...]:
-    """Index of a box in a tensor whose own first value is at ``origin``."""
+    """Slices of a box in a tensor whose first value is at ``origin``."""
     return tuple(slice(at - o, at - o + size) for at, size, o in zip(*box, origin, strict=True))
 
 
 class ChunkWriter:
     """Appends entries to this rank's files.
 
-    Attributes:
-        index: what was written, and where.
-        sums: name of each file that is closed → its SHA-256, in hexadecimal.
+    ``index`` has the location of everything written, and ``sums`` the SHA-256 of each closed file by name.
     """
 
     def __init__(self, folder: Path, *, rank: int = 0) -> None:
@@ -203,22 +193,21 @@ class ChunkWriter:
             self._stream.close()
 
     def declare(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """A global tensor, before its first chunk; does nothing for one that is known."""
+        """Declare a global tensor before its first chunk; no effect if it is already declared."""
         stored = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
         self.index.state_dict_metadata.setdefault(key, stored)
 
     def add(self, key: str, offsets: tuple[int, ...], values: Tensor) -> None:
-        """A chunk, from any device; dimensions the values lack have size 1, in front."""
+        """Write a chunk from any device; missing leading dimensions of ``values`` have size 1."""
         stored = self.index.state_dict_metadata[key]
         assert isinstance(stored, TensorStorageMetadata)
         sizes = torch.Size([1] * (len(offsets) - values.dim()) + list(values.shape))
-        # A copy: torch.save would write all of a view's storage.
+        # Copied, because torch.save would write all of a view's storage.
         chunk = torch.empty(sizes, dtype=stored.properties.dtype).copy_(values.view(sizes))
         stored.chunks.append(ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=sizes))
         self._append(MetadataIndex(key, torch.Size(offsets)), chunk)
 
     def add_object(self, key: str, value: Any) -> None:
-        """A Python value."""
         self.index.state_dict_metadata[key] = BytesStorageMetadata()
         self._append(MetadataIndex(key), value)
 
@@ -234,7 +223,7 @@ class ChunkWriter:
         self.index.storage_data[index] = info
 
     def close(self) -> None:
-        """Return when all entries are on the disk, not on their way to it."""
+        """Close the current file after its entries are on the disk (fsync)."""
         if self._stream is not None:
             self._stream.flush()
             os.fsync(self._stream.fileno())
@@ -243,7 +232,7 @@ class ChunkWriter:
 
 
 def merge_indexes(indexes: Iterable[Metadata]) -> Metadata:
-    """Merge the indexes of what several ranks wrote; they agree on the shape and dtype of a tensor."""
+    """Merge the indexes of several ranks, which must agree on each tensor's shape and dtype."""
     merged = Metadata(state_dict_metadata={}, storage_data={})
     for index in indexes:
         merged.storage_data.update(index.storage_data)
@@ -258,7 +247,7 @@ def merge_indexes(indexes: Iterable[Metadata]) -> Metadata:
 
 
 def write_index(folder: Path, index: Metadata) -> list[Path]:
-    """Make the folder a checkpoint, for Megatron too; returns the files."""
+    """Write the index and Megatron's metadata, which make the folder a checkpoint; return the files."""
     common, kind, metadata = (folder / name for name in (COMMON, "metadata.json", METADATA))
     with open(common, "wb") as stream:
         _save({}, stream)
@@ -268,10 +257,10 @@ def write_index(folder: Path, index: Metadata) -> list[Path]:
 
 
 def _save(value: Any, stream: BinaryIO, hashed: hashlib._Hash | None = None) -> None:
-    """Save by way of memory: torch turns a full disk into errors of its own."""
+    """Save by way of memory, because torch replaces the error of a full disk by its own."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    # Released here: Python 3.12.1 crashes when it collects such a view with an error's traceback.
+    # Released explicitly: Python 3.12.1 crashes when it collects such a view with a traceback.
     with buffer.getbuffer() as view:
         stream.write(view)
         if hashed is not None:

@@ -1,7 +1,7 @@
-"""A checkpoint's folder: it appears whole or not at all, has side files, and ``SHA256SUMS`` of every file.
+"""Checkpoint folders: atomic creation, config and tokenizer files, and the hashes in ``SHA256SUMS``.
 
-``SHA256SUMS`` is as ``sha256sum -c`` reads it. Its last line, a comment to that program, is the hash of those
-before it: so no byte of the list itself can change unseen.
+``sha256sum -c`` can read ``SHA256SUMS``. Its last line, a comment for that program, is the hash of the lines
+before it, so any change to the list is detected.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ T = TypeVar("T")
 SUMS = "SHA256SUMS"
 _TRANSIENT = {errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EREMOTEIO}
 _PAUSES = (0.5, 1.0, 2.0, 4.0)
-"""Seconds before each further attempt to read."""
-# Weights in other formats and code stay behind.
+"""Seconds before each retry of a read."""
+# Not copied: code, and weights in other formats.
 _SIDE_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
@@ -38,23 +38,20 @@ _SIDE_FILES = (
 
 @contextmanager
 def new_checkpoint(out_dir: str | Path, source_dir: Path, needed_bytes: int) -> Iterator[Path]:
-    """A folder to write a checkpoint in, which becomes ``out_dir`` when the block ends without an error.
+    """Yield a folder to write a checkpoint in, which becomes ``out_dir`` if the block ends without an error.
 
-    An earlier checkpoint there is replaced at that moment; until then, and after any error, ``out_dir`` is as
-    it was. What a killed run left is removed by the next.
-
-    Raises:
-        InputError: ``out_dir`` is something else, or holds ``source_dir``; or the disk is too full.
+    Until then, and after an error, an earlier checkpoint in ``out_dir`` is unchanged. Raises ``InputError``
+    if ``out_dir`` is not a checkpoint folder or contains ``source_dir``, or if writing fails.
     """
     out, source = Path(out_dir).resolve(), source_dir.resolve()
     if out.exists() and not (out.is_dir() and ((out / "config.json").is_file() or not any(out.iterdir()))):
-        raise InputError(f"{out} exists and is not a checkpoint folder; it will not be replaced")
+        raise InputError(f"{out} exists and is not a checkpoint folder; choose another output folder")
     if source.is_relative_to(out):
-        raise InputError(f"{out} holds the source checkpoint {source}; write somewhere else")
+        raise InputError(f"{out} contains the source checkpoint {source}; choose another output folder")
     partial = out.with_name(f".{out.name}.partial")
-    if not out.exists() and (old := _old(out)).exists():  # killed between the two renames of _replace
+    if not out.exists() and (old := _old(out)).exists():  # killed between the renames of _replace
         old.rename(out)
-    if partial.exists():  # of a run that was killed
+    if partial.exists():  # left by a killed run
         shutil.rmtree(partial)
     created = [parent for parent in out.parents if not parent.exists()]
     try:
@@ -67,14 +64,14 @@ def new_checkpoint(out_dir: str | Path, source_dir: Path, needed_bytes: int) -> 
     except OSError as error:
         raise InputError(f"{error.filename or out}: {error.strerror or error}; nothing written") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # renamed away, unless something failed
+        shutil.rmtree(partial, ignore_errors=True)  # exists only after an error
         for parent in created:
             with suppress(OSError):  # not empty: the checkpoint is in it
                 parent.rmdir()
 
 
 def copy_side_files(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
-    """Config and tokenizer. The config says ``dtype``, if given, and is that of a float checkpoint."""
+    """Copy config and tokenizer; remove quantization from the config, and set its dtype if one is given."""
     for file in _SIDE_FILES:
         if (source / file).is_file():
             shutil.copyfile(source / file, folder / file)
@@ -90,17 +87,17 @@ def copy_side_files(source: Path, folder: Path, dtype: torch.dtype | None) -> No
 
 
 def _old(out: Path) -> Path:
-    """The folder in which the earlier checkpoint waits while the new one is renamed."""
+    """Path of the earlier checkpoint while the new one is renamed."""
     return out.with_name(f".{out.name}.old")
 
 
 def _replace(out: Path, partial: Path) -> None:
-    """Put ``partial`` in the place of ``out``; a folder there stays whole beside it until that is done."""
+    """Rename ``partial`` to ``out``; an earlier folder stays beside it until that succeeds."""
     if not out.exists():
         partial.rename(out)
         return
     old = _old(out)
-    if old.exists():  # of a run that was killed after this function put the new one in place
+    if old.exists():  # left by a run that was killed after its renames
         shutil.rmtree(old)
     out.rename(old)
     try:
@@ -118,13 +115,13 @@ def digest(path: Path) -> str:
 
 
 def sync(*paths: Path) -> None:
-    """Return when files are on the disk, and the names in folders."""
+    """Fsync files and folders."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         except OSError as error:
-            # Some network file systems cannot do it with folders.
+            # Some network file systems cannot sync folders.
             if error.errno != errno.EINVAL or not path.is_dir():
                 raise
         finally:
@@ -132,17 +129,13 @@ def sync(*paths: Path) -> None:
 
 
 def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
-    """Write the list of SHA-256 by path of a file from the folder."""
+    """Write ``SHA256SUMS`` from SHA-256 by relative path."""
     text = "".join(f"{sha256}  {name}\n" for name, sha256 in sorted(sums.items()))
     (folder / SUMS).write_text(f"{text}# {_sha256(text)}\n", encoding="utf-8")
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """Path of a file from the folder → its SHA-256.
-
-    Raises:
-        InputError: the list is missing or damaged; from an ``OSError`` if it cannot be read.
-    """
+    """Relative path → SHA-256; raises as :func:`check_sums` if the list is damaged or unreadable."""
     path = folder / SUMS
     try:
         raw = path.read_bytes()
@@ -150,14 +143,13 @@ def read_sums(folder: Path) -> dict[str, str]:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
     text, _, last = raw.decode("utf-8", errors="replace").removesuffix("\n").rpartition("\n")
     if not raw.endswith(b"\n") or last != f"# {_sha256(text + chr(10))}":
-        raise InputError(f"{path} is damaged: its last line is not the SHA-256 of those before it")
+        raise InputError(f"{path} is damaged: its last line is not the SHA-256 of the lines before it")
     pairs = (line.split("  ", 1) for line in text.split("\n"))
     return {name: sha256 for sha256, name in pairs}
 
 
 def check_sums(folder: Path, sums: Mapping[str, str]) -> None:
-    """Raise ``InputError`` for the first file that is missing or damaged; from an ``OSError`` for one
-    that cannot be read."""
+    """Raise ``InputError`` for a damaged or unreadable file; the latter has an ``OSError`` as its cause."""
     for name, wanted in sums.items():
         path = folder / name
         try:
@@ -165,11 +157,11 @@ def check_sums(folder: Path, sums: Mapping[str, str]) -> None:
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}") from error
         if actual != wanted:
-            raise InputError(f"{path} is damaged: its SHA-256 is not that of {SUMS}")
+            raise InputError(f"{path} is damaged: its SHA-256 differs from {SUMS}")
 
 
 def patiently(read: Callable[[], T]) -> T:
-    """The result of ``read``, which is called again after an error of the file system that may pass."""
+    """Return ``read()``; retry after file system errors that may be transient."""
     for seconds in _PAUSES:
         try:
             return read()
@@ -182,7 +174,7 @@ def patiently(read: Callable[[], T]) -> T:
 
 
 def failed_read(error: Exception) -> OSError | None:
-    """The error by which the file system gave nothing; None if a file is damaged or missing."""
+    """The file system error that prevented a read; None if a file is damaged or missing."""
     cause = error if isinstance(error, OSError) else error.__cause__
     missing = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
     return cause if isinstance(cause, OSError) and not isinstance(cause, missing) else None

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints on disk: safetensors, never a pickle; floats, or FP8 with block scales."""
+"""Read Hugging Face checkpoints: safetensors in floats or FP8 with block scales, never pickles."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ class _Entry:
     path: Path
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors writes it."""
+    """The name in safetensors, such as ``BF16``."""
 
 
 class HFReader:
-    """The tensors of a checkpoint folder, by name; a :class:`Reader`.
+    """The tensors of a Hugging Face checkpoint folder; a :class:`Reader`.
 
-    FP8 weights are read as the dtype of the config, each value times the scale of its block (DeepSeek's
-    format, which Qwen3's FP8 checkpoints share: ``weight_block_size`` in the config, ``*_scale_inv`` beside
-    each weight).
+    FP8 weights (DeepSeek's format, which Qwen3 uses too) are read in the config's dtype: each value times the
+    scale of its ``weight_block_size`` block in ``*_scale_inv``.
 
     Raises:
-        InputError: files or index do not fit together, or are damaged.
+        InputError: files or index are inconsistent or damaged.
     """
 
     def __init__(self, checkpoint_dir: str | Path) -> None:
@@ -54,14 +53,14 @@ class HFReader:
             self._list(path)
         for name, file in weight_map.items():
             if name not in self._entries or self._entries[name].path != self.folder / file:
-                raise InputError(f"{index}: {file} does not hold {name}")
+                raise InputError(f"{index}: {file} does not contain {name}")
         if unlisted := self._entries.keys() - weight_map.keys() if weight_map else ():
-            raise InputError(f"{index} does not list {min(unlisted)} of {self.file(min(unlisted))}")
+            raise InputError(f"{index} does not list {min(unlisted)} in {self.file(min(unlisted))}")
         self._scales = self._pair_scales()
 
     def _list(self, path: Path) -> None:
         if not path.is_file():
-            raise InputError(f"{path} not found; {INDEX} names it")
+            raise InputError(f"{path} is missing; {INDEX} lists it")
         try:
             with safe_open(path, framework="pt") as handle:
                 for name in handle.keys():
@@ -70,10 +69,10 @@ class HFReader:
                     tensor = handle.get_slice(name)
                     self._entries[name] = _Entry(path, tuple(tensor.get_shape()), tensor.get_dtype())
         except SafetensorError as error:
-            raise InputError(f"{path} is truncated, or not a safetensors file: {error}") from error
+            raise InputError(f"{path} is truncated or not a safetensors file: {error}") from error
 
     def _pair_scales(self) -> dict[str, _Entry]:
-        """The scales of FP8 weights, taken out of the tensors."""
+        """Remove the scales of FP8 weights from the entries, and return them by the weight's name."""
         names = {name for name in self._entries if name.endswith(_SCALE)}
         scales = {name.removesuffix(_SCALE): self._entries.pop(name) for name in names}
         quantised = {name for name, entry in self._entries.items() if entry.dtype == _FP8}
@@ -81,18 +80,18 @@ class HFReader:
             return {}
         arch = read_architecture(self.folder)
         if (block := arch.fp8_block) is None:
-            raise InputError(f"{self.folder} has FP8 weights, but its config.json no quantization_config")
+            raise InputError(f"{self.folder} has FP8 weights but no quantization_config")
         self._block, self._dequantised = block, arch.dtype
         if lonely := quantised ^ scales.keys():
             name = min(lonely)
-            lacks = f"no {name}{_SCALE} beside it" if name in quantised else "a scale, but is not FP8"
+            lacks = f"no {name}{_SCALE}" if name in quantised else "a scale, but is not FP8"
             raise InputError(f"{(self._entries | scales)[name].path}: {name} has {lacks}")
         for name, scale in scales.items():
             shape = self._entries[name].shape
             blocks = tuple(math.ceil(size / of) for size, of in zip(shape, block, strict=False))
             if len(shape) != 2 or scale.shape != blocks or scale.dtype not in _DTYPES:
                 got = f"{name}{_SCALE} is {scale.dtype} {scale.shape}"
-                raise InputError(f"{scale.path}: {got}; blocks of {block} make it {blocks}")
+                raise InputError(f"{scale.path}: {got}; blocks of {block} need floats of shape {blocks}")
         return scales
 
     def names(self) -> set[str]:
@@ -110,7 +109,7 @@ class HFReader:
         return self._entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype in the file, that of the config for FP8; ``InputError`` unless it is a plain float."""
+        """The dtype in the file, or in the config for FP8; raises ``InputError`` unless a plain float."""
         dtype = self._entry(name).dtype
         if dtype == _FP8:
             return self._dequantised
@@ -133,7 +132,7 @@ class HFReader:
 
 
 def _read(entry: _Entry, name: str, slices: Slices | None) -> Tensor:
-    # A view of the mapped file: it takes memory while it is used, and none once it is gone.
+    # The result is a view of the mapped file, so its memory is freed with it.
     with safe_open(entry.path, framework="pt") as handle:
         tensor: Tensor = handle.get_slice(name)[... if slices is None else slices]
     return tensor
@@ -145,8 +144,8 @@ def _read_index(path: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is not an index with a weight_map: {error!r}") from error
     if not isinstance(weight_map, dict) or not weight_map:
-        raise InputError(f"{path}: weight_map must be an object that names tensors")
+        raise InputError(f"{path}: weight_map must be an object with at least one tensor")
     for file in weight_map.values():
         if not isinstance(file, str) or Path(file).name != file:
-            raise InputError(f"{path}: {file!r} is not the name of a file beside it")
+            raise InputError(f"{path}: {file!r} must name a file in the same folder")
     return weight_map

@@ -1,4 +1,4 @@
-"""Write Hugging Face checkpoints as a stream: only the tensor given, or the block of one, is in memory."""
+"""Write Hugging Face checkpoints as a stream: only one tensor, or one block of its rows, is in memory."""
 
 from __future__ import annotations
 
@@ -37,29 +37,28 @@ def write_hf_checkpoint(
     layout: Mapping[str, int] | None = None,
     recorded: Mapping[str, TensorRecord] | None = None,
 ) -> Manifest:
-    """Write ``tensors`` with the config and tokenizer of ``source_dir``, the checkpoint the model came from.
+    """Write ``tensors``, a manifest with their hashes, and the config and tokenizer of ``source_dir``.
 
-    ``out_dir`` appears when it is complete; an earlier checkpoint there is replaced then. Beside the weights
-    goes a manifest, with the hash of every tensor.
+    ``out_dir`` appears, or replaces an earlier checkpoint there, only when it is complete.
 
     Args:
         out_dir: the new checkpoint.
-        tensors: exactly those the config asks for, in any order. A tensor may come whole, or as consecutive
-            blocks of its rows (dimension 0) under the same name.
-        source_dir: gives config and tokenizer.
-        dtype: of all tensors; the config says so, too. By default each has the one it has in ``source_dir``.
-        max_shard_bytes: a file is no larger, unless it holds one tensor only.
-        layout: parallel sizes the model had, for the manifest.
-        recorded: what the source's manifest says of the tensors, if they must still be that.
+        tensors: exactly those that the config requires, in any order; each whole, or as consecutive blocks of
+            rows (dimension 0) under one name.
+        source_dir: the checkpoint that the model came from.
+        dtype: of all tensors, also written to the config. None: each tensor has its dtype in ``source_dir``.
+        max_shard_bytes: largest size of a file; a file with a single tensor may exceed it.
+        layout: parallel sizes of the exported model, for the manifest.
+        recorded: the source manifest's records, which tensors of the same dtype must match.
 
     Raises:
-        InputError: names the tensor that is missing, foreign, given twice, of another shape or not finite.
+        InputError: a tensor is missing, unexpected, given twice, mis-shaped, not finite, or not as recorded.
     """
     source = Path(source_dir)
     arch = read_architecture(source)
     shapes = expected_hf_shapes(arch)
     if dtype is not None and dtype not in _NAMES:
-        raise InputError(f"dtype is {dtype_name(dtype)!r}; only floats can be written")
+        raise InputError(f"dtype is {dtype_name(dtype)!r}; only plain floats can be written")
     if dtype is None:
         reader = open_checkpoint(source, arch)
         dtypes = {name: reader.dtype(name) for name in shapes}
@@ -68,7 +67,7 @@ def write_hf_checkpoint(
     total = sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in shapes.items())
     with new_checkpoint(out_dir, source, total) as folder:
         copy_side_files(source, folder, dtype)
-        read_architecture(folder)  # what we publish, we can read
+        read_architecture(folder)  # the written config must be readable
         files = _plan(shapes, dtypes, max_shard_bytes)
         with _Files(folder, files, recorded or {}) as written:
             for name, block in tensors:
@@ -85,7 +84,7 @@ def write_hf_checkpoint(
 
 @dataclass(frozen=True)
 class _Span:
-    """A tensor's bytes in the data of its file."""
+    """A tensor's shape, dtype, and byte range in the data of its file."""
 
     shape: Shape
     dtype: torch.dtype
@@ -96,7 +95,7 @@ class _Span:
 def _plan(
     shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], max_shard_bytes: int
 ) -> dict[str, dict[str, _Span]]:
-    """File name -> tensor name -> span."""
+    """Distribute the tensors over files: file name → tensor name → span."""
     files: list[list[str]] = [[]]
     sizes = {name: torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in shapes.items()}
     held = 0
@@ -110,7 +109,7 @@ def _plan(
     for number, names in enumerate(files, 1):
         file = SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
         plan[file], first = {}, 0
-        # Wide values first, so that all are aligned.
+        # Wider dtypes first, so that all tensors are aligned.
         for name in sorted(names, key=lambda name: -dtypes[name].itemsize):
             plan[file][name] = _Span(shapes[name], dtypes[name], first, first + sizes[name])
             first += sizes[name]
@@ -118,7 +117,7 @@ def _plan(
 
 
 def _header(spans: Mapping[str, _Span]) -> bytes:
-    """The format's beginning: length, then JSON padded with blanks to a multiple of 8."""
+    """The header of a safetensors file: its length, then JSON padded with spaces to a multiple of 8 bytes."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, span in spans.items():
         offsets = [span.first, span.end]
@@ -129,7 +128,7 @@ def _header(spans: Mapping[str, _Span]) -> bytes:
 
 
 class _Files:
-    """The safetensors files of a plan, open; strict about what is written into them."""
+    """The open safetensors files of a plan; checks everything that is written into them."""
 
     def __init__(
         self, folder: Path, plan: Mapping[str, Mapping[str, _Span]], recorded: Mapping[str, TensorRecord]
@@ -138,11 +137,10 @@ class _Files:
         self._spans = {name: span for spans in plan.values() for name, span in spans.items()}
         self._files: dict[str, tuple[BinaryIO, int]] = {}
         self._records: dict[str, TensorRecord] = {}
-        self._open = ""
-        """The tensor that blocks are coming for."""
+        self._open = ""  # the tensor being written
         self._rows = 0
         self._hash = sha256()
-        with ExitStack() as stack:  # the disk may be full already
+        with ExitStack() as stack:  # closes all if one fails, such as on a full disk
             for file, spans in plan.items():
                 stream = stack.enter_context(open(folder / file, "wb"))
                 start = stream.write(_header(spans))
@@ -165,8 +163,8 @@ class _Files:
         span = self._spans[name]
         shape = tuple(block.shape)
         if not shape or shape[1:] != span.shape[1:] or self._rows + shape[0] > span.shape[0]:
-            got = f"shape {shape} after {self._rows} rows"
-            raise InputError(f"{name}: {got}, config.json makes it {span.shape}")
+            got = f"a block of shape {shape} after {self._rows} rows"
+            raise InputError(f"{name}: {got}; config.json requires {span.shape}")
         values = block.detach().to(device="cpu", dtype=span.dtype).contiguous()
         check_finite(values, name)
         data = values.view(torch.uint8).numpy().data if values.numel() else b""
@@ -181,7 +179,7 @@ class _Files:
             self._open = ""
 
     def finish(self) -> dict[str, TensorRecord]:
-        """Return what was written, by name; ``InputError`` unless all tensors have come, whole."""
+        """Return the records by name; raises ``InputError`` unless all tensors were written completely."""
         if missing := self._spans.keys() - self._records.keys():
-            raise InputError(f"{len(missing)} tensors were not given whole, {min(missing)} among them")
+            raise InputError(f"{len(missing)} tensors were not written completely, such as {min(missing)}")
         return self._records

@@ -1,8 +1,7 @@
-"""Between a checkpoint and the parameters of a running model, one tensor at a time, and strictly.
+"""Load checkpoints into the parameters of a running model and export them, one tensor at a time.
 
-Every tensor of the checkpoint is accounted for before the first is read: a missing, unexpected or mis-shaped
-one is an error that names it, as is a value that is not finite. No process group is used here: who a
-rank is, and how to gather, are arguments.
+Missing, unexpected or mis-shaped tensors are errors before the first tensor is read; values that are not
+finite are errors too. No process group is used: ranks and the gather function are arguments.
 """
 
 from __future__ import annotations
@@ -39,30 +38,30 @@ def is_megatron(checkpoint_dir: Path) -> bool:
 
 
 def open_checkpoint(checkpoint_dir: Path, arch: Architecture) -> Reader:
-    """Reader of a Hugging Face folder, or of a Megatron one; ``arch`` is what its config.json says."""
+    """Open a Hugging Face or Megatron folder; ``arch`` is the architecture in its config.json."""
     return MegatronReader(checkpoint_dir, arch) if is_megatron(checkpoint_dir) else HFReader(checkpoint_dir)
 
 
 def check_checkpoint(reader: Reader, arch: Architecture) -> None:
-    """Raise ``InputError`` unless the files hold exactly the tensors of ``arch``. Reads headers only."""
+    """Raise ``InputError`` unless the files contain exactly the tensors of ``arch``; reads headers only."""
     copies = tied_copies(arch)
     expected = expected_hf_shapes(arch)
     if missing := expected.keys() - reader.names():
         others = f" (and {len(missing) - 1} others)" if len(missing) > 1 else ""
-        raise InputError(f"{reader.folder} has no tensor {min(missing)}{others}; its config.json asks for it")
+        raise InputError(f"{reader.folder} has no tensor {min(missing)}{others}, which config.json requires")
     expected |= {copy: expected[original] for copy, original in copies.items()}
     for name in sorted(reader.names()):
         file = reader.file(name)
         if name not in expected:
-            raise InputError(f"{file} has {name}, which a {arch.model_type} model of its config.json has not")
+            raise InputError(f"{file} has {name}, which is not in the {arch.model_type} model of config.json")
         if reader.shape(name) != expected[name]:
-            problem = f"{name} has shape {reader.shape(name)}; config.json makes it {expected[name]}"
+            problem = f"{name} has shape {reader.shape(name)}; config.json requires {expected[name]}"
             raise InputError(f"{file}: {problem}")
         reader.dtype(name)  # refuses what is not a plain float
 
 
 def check_tied_copies(reader: Reader, arch: Architecture) -> None:
-    """Raise ``InputError`` if a tied checkpoint repeats its embedding, and the two differ. Reads both."""
+    """Raise ``InputError`` if a copy of a tied embedding differs from it; reads both."""
     for copy, original in tied_copies(arch).items():
         if copy in reader.names():
             for rows in row_blocks(reader.shape(copy), reader.dtype(copy).itemsize):
@@ -70,9 +69,9 @@ def check_tied_copies(reader: Reader, arch: Architecture) -> None:
 
 
 def check_coverage(loaded: Iterable[str], arch: Architecture) -> None:
-    """Raise ``InputError`` unless ``loaded``, over all pipeline stages, is every tensor of ``arch``."""
+    """Raise ``InputError`` unless ``loaded``, the union over all ranks, has every tensor of ``arch``."""
     if missed := expected_hf_shapes(arch).keys() - set(loaded):
-        raise InputError(f"{len(missed)} tensors went into no parameter, {min(missed)} among them")
+        raise InputError(f"{len(missed)} tensors were not loaded into a parameter, such as {min(missed)}")
 
 
 def load_into(
@@ -86,11 +85,11 @@ def load_into(
     layer_offset: int = 0,
     expert_offset: int = 0,
 ) -> set[str]:
-    """Copy the checkpoint into ``parameters``, each rank reading its own part; returns the names it used.
+    """Load one model chunk, reading only this rank's part; return the names of the tensors that were read.
 
-    ``parameters`` are (name, tensor) of one model chunk as ``GPTModel.named_parameters()`` has them,
-    ``layer_offset`` and ``expert_offset`` the numbers of layers before the chunk and of experts before this
-    expert-parallel rank's. Give the union of what all ranks return to :func:`check_coverage`.
+    ``parameters`` are the chunk's ``GPTModel.named_parameters()``. The offsets are the numbers of layers
+    before the chunk and of experts before this expert-parallel rank's. Pass the union of all ranks' results
+    to :func:`check_coverage`.
     """
     check_tensor_parallel(arch, tp_size, padded_vocab)
     check_checkpoint(reader, arch)
@@ -102,10 +101,10 @@ def load_into(
         shape = shard_shape(row, arch, size, padded_vocab)
         if tuple(parameter.shape) != shape:
             own = tuple(parameter.shape)
-            raise InputError(f"{name} has shape {own} in the model; config.json makes it {shape}")
+            raise InputError(f"{name} has shape {own} in the model; config.json requires {shape}")
         parts = []
         for tensor, slices in zip(row.hf, shard_slices(row, arch, rank, size, padded_vocab), strict=True):
-            # On the parameter's device: that converts and checks it faster than one thread of the CPU.
+            # The parameter's device may convert and check values faster than one CPU thread.
             values = reader.read(tensor.name, slices).to(parameter.device, parameter.dtype)
             check_finite(values, f"{reader.file(tensor.name)}: {tensor.name}")
             parts.append(values)
@@ -120,7 +119,7 @@ def load_into(
 def _check_tied_copy(reader: Reader, name: str, copy: str, slices: Slices) -> None:
     if not torch.equal(reader.read(copy, slices), reader.read(name, slices)):
         raise InputError(f"{reader.file(copy)}: {copy} differs from {name}, but config.json ties the two")
-    logger.info("%s: %s repeats the tied %s and is not needed", reader.file(copy), copy, name)
+    logger.info("%s: %s duplicates the tied %s and is ignored", reader.file(copy), copy, name)
 
 
 def iterate_hf_tensors(
@@ -130,10 +129,10 @@ def iterate_hf_tensors(
     layer_offset: int = 0,
     expert_offset: int = 0,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The Hugging Face tensors of one model chunk, one parameter in memory at a time.
+    """The Hugging Face tensors of one model chunk, with one parameter in memory at a time. Collective.
 
-    ``gather(shard)`` returns the shards of all tensor-parallel ranks in rank order, or None on a rank that
-    does not export. It is collective, so **every** rank must run this iterator to its end.
+    ``gather(shard)`` is a collective that returns all tensor-parallel ranks' shards in rank order, or None on
+    a rank that does not export. **Every** rank must exhaust this iterator.
     """
     for name, parameter in parameters:
         row = resolve(name, arch, layer_offset, expert_offset)

@@ -1,8 +1,7 @@
-"""``manifest.json`` beside a checkpoint: where it came from, and the shape, dtype and hash of every tensor.
+"""``manifest.json``, which records a checkpoint's origin and tensors, and bitwise comparison of checkpoints.
 
-Tensors go by their Hugging Face names whatever the format of the checkpoint, so manifests can be compared. A
-hash is the SHA-256 of a tensor's values in row-major order and its dtype, as in a safetensors file. And two
-checkpoints compared, tensor by tensor and bit by bit, whatever their formats.
+Tensors have their Hugging Face names in every format, so manifests can be compared. A hash is the SHA-256 of
+a tensor's values in row-major order and its own dtype, as in a safetensors file.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ _PACKAGES = ("megatron-core", "torch", "safetensors")
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Shape, dtype and hash of a tensor."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     sha256: str
@@ -44,11 +41,11 @@ class Manifest:
     format: str
     """``huggingface`` or ``torch_dist``."""
     source: str
-    """The checkpoint folder this one was made from."""
+    """The checkpoint folder from which this one was made."""
     architecture: str
     versions: Mapping[str, str]
     layout: Mapping[str, int]
-    """Parallel sizes of the model it was exported from; empty for a conversion of files."""
+    """Parallel sizes of the exported model; empty for a conversion of files."""
     tensors: Mapping[str, TensorRecord]
 
     @classmethod
@@ -60,7 +57,6 @@ class Manifest:
         layout: Mapping[str, int],
         tensors: Mapping[str, TensorRecord],
     ) -> Manifest:
-        """Make one with the versions of what runs here."""
         from megatron_fspo import __version__
 
         versions = {"megatron-fspo": __version__} | {name: metadata.version(name) for name in _PACKAGES}
@@ -75,7 +71,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Read ``manifest.json``; None where there is none, ``InputError`` where it is damaged."""
+    """Read ``manifest.json``; None if there is none. Raises ``InputError`` if it is damaged."""
     path = folder / FILE
     if not path.is_file():
         return None
@@ -88,20 +84,20 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def _record(shape: list[int], dtype: str, sha256: str) -> TensorRecord:
-    if dtype not in _DTYPES:  # it decides what the tensor is read as
-        raise ValueError(f"a tensor of dtype {dtype!r}")
+    if dtype not in _DTYPES:  # readers use it
+        raise ValueError(f"unsupported dtype {dtype!r}")
     return TensorRecord(tuple(shape), getattr(torch, dtype), sha256)
 
 
 def check_record(name: str, record: TensorRecord, recorded: Mapping[str, TensorRecord]) -> None:
-    """Raise ``InputError`` if a tensor is no longer what the manifest says. In another dtype it may be."""
+    """Raise ``InputError`` if a tensor has the dtype of its record but differs from it."""
     before = recorded.get(name)
     if before is not None and before.dtype == record.dtype and before != record:
-        raise InputError(f"{name} is not what the {FILE} beside it says: the file is damaged or was changed")
+        raise InputError(f"{name} differs from {FILE}: the checkpoint was damaged or changed")
 
 
 def hashed_blocks(reader: Reader, name: str, records: dict[str, TensorRecord]) -> Iterator[Tensor]:
-    """Consecutive rows of a tensor; its record is in ``records`` once all were taken."""
+    """Yield consecutive rows of a tensor; after the last block its record is in ``records``."""
     shape, dtype, digest = reader.shape(name), reader.dtype(name), sha256()
     for rows in row_blocks(shape, dtype.itemsize):
         block = read_rows(reader, name, rows).contiguous()
@@ -112,7 +108,7 @@ def hashed_blocks(reader: Reader, name: str, records: dict[str, TensorRecord]) -
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that is not the same."""
+    """A tensor that differs between two checkpoints, or from its manifest."""
 
     name: str
     what: str
@@ -125,7 +121,7 @@ class Difference:
 def compare(
     first: Reader, second: Reader, arch: Architecture, progress: Callable[[int], object] = lambda _: None
 ) -> Iterator[Difference]:
-    """The tensors of ``arch`` that differ, reading both checkpoints once, block by block."""
+    """The tensors of ``arch`` that differ; each checkpoint is read once, block by block."""
     for name in expected_hf_shapes(arch):
         absent = [reader for reader in (first, second) if name not in reader.names()]
         kinds = [
@@ -153,14 +149,14 @@ def _differing(a: Tensor, b: Tensor) -> tuple[int, float]:
         return 0, 0.0
     different = a.view(bits) != b.view(bits)
     gaps = (a[different].double() - b[different].double()).abs()
-    # NaN is as far from a number as can be; max() would keep or lose it by chance.
+    # A NaN counts as an infinite difference; max() would depend on its position.
     return int(different.sum()), gaps.nan_to_num(nan=torch.inf, posinf=torch.inf).max().item()
 
 
 def compare_with_manifest(
     reader: Reader, recorded: Mapping[str, TensorRecord], progress: Callable[[int], object] = lambda _: None
 ) -> Iterator[Difference]:
-    """The tensors that are no longer what the manifest beside them says."""
+    """The tensors that differ from the manifest."""
     records: dict[str, TensorRecord] = {}
     for name in sorted(recorded.keys() | reader.names()):
         if name not in reader.names():
@@ -171,4 +167,4 @@ def compare_with_manifest(
             for block in hashed_blocks(reader, name, records):
                 progress(block.nbytes)
             if records[name] != recorded[name]:
-                yield Difference(name, "not what the manifest says")
+                yield Difference(name, "differs from the manifest")

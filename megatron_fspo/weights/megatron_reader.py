@@ -1,8 +1,7 @@
-"""A Megatron distributed checkpoint (``torch_dist``) seen as Hugging Face tensors, whatever layout saved it.
+"""Read a Megatron distributed checkpoint (``torch_dist``) of any layout as Hugging Face tensors.
 
-In such a checkpoint every parameter is one global tensor, whole over tensor parallel, with all layers along
-its first dimension and experts along the next, cut into chunks that each rank wrote. Reading needs no
-Megatron and no process group. Optimizer and random states are left alone.
+Each parameter is one global tensor, with layers along the first dimension and experts along the next, cut
+into chunks. Reading needs neither Megatron nor a process group. Optimizer and random states are ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _NOT_WEIGHTS = re.compile(r"(.*\.)?(optimizer|rng_state|rerun_state_machine_stat
 
 @dataclass(frozen=True)
 class _Source:
-    """A Hugging Face tensor is number ``index`` of a row, whose tensor lies at ``at`` of ``key``."""
+    """Tensor ``index`` of ``row``, which is stored at layer and expert ``at`` of ``key``."""
 
     row: Row
     index: int
@@ -39,15 +38,13 @@ class _Source:
 
 
 class MegatronReader:
-    """The tensors of a distributed checkpoint under their Hugging Face names; a :class:`Reader`. The folder
-    has ``.metadata`` itself, or in ``torch_dist``.
+    """The tensors of a distributed checkpoint by their Hugging Face names; a :class:`Reader`.
 
-    A tensor is read as the dtype the manifest records, the one it had before conversion; without a manifest
-    as it was saved.
+    ``.metadata`` is in the folder or in its ``torch_dist``. A tensor is read in the dtype that the manifest
+    records, the one before conversion, or without a manifest in the stored one.
 
     Raises:
-        InputError: names the tensor or file that is missing, foreign, of another shape, damaged, or not to be
-            trusted.
+        InputError: a tensor or file is missing, unexpected, mis-shaped, damaged or unsafe.
     """
 
     def __init__(self, checkpoint_dir: str | Path, arch: Architecture) -> None:
@@ -61,34 +58,34 @@ class MegatronReader:
         known = {source.key: len(source.at) for source in self._sources.values()}
         weights = {key for key in self._reader.tensors if not _NOT_WEIGHTS.fullmatch(key)}
         if foreign := weights - known.keys():
-            problem = f"has {min(foreign)}, which a {arch.model_type} model of its config.json has not"
+            problem = f"has {min(foreign)}, which is not in the {arch.model_type} model of config.json"
             raise InputError(f"{self._index} {problem}")
-        # By the layer and expert that they hold some of.
+        # The chunks that overlap each layer and expert.
         self._chunks: dict[tuple[str, tuple[int, ...]], list[Box]] = {}
         for key, leading in known.items():
             for chunk in self._reader.chunks(key):
                 ranges = [range(o, o + size) for o, size in zip(*chunk, strict=True)]
                 for at in itertools.product(*ranges[:leading]):
                     self._chunks.setdefault((key, at), []).append(chunk)
-        # What was read last: q, k and v come from one tensor.
+        # The last q, k and v, which are stored as one tensor.
         self._fused: tuple[tuple[str, tuple[int, ...]], list[Tensor]] | None = None
 
     def _find_sources(self) -> Iterable[tuple[str, _Source]]:
         for row, layer, expert in whole_model(self.arch):
             experts = [(expert, self.arch.num_experts)] if row.of_expert else []
             layers = [(layer, self.arch.num_layers)] if row.of_layer else []
-            # Layers that may differ are saved apart, each under its own number.
+            # Heterogeneous layers are saved separately, each under its number.
             alone = row.key.replace("decoder.layers.", f"decoder.layers.{layer}.", 1)
             key, leading = (alone, experts) if alone in self._reader else (row.key, layers + experts)
             if key not in self._reader:
-                raise InputError(f"{self._index} has no {key}; its config.json asks for it")
+                raise InputError(f"{self._index} has no {key}; config.json requires it")
             shape = self._reader.shape(key)
             part = shard_shape(row, self.arch, 1, self.arch.vocab_size)
             expected = (*(size for _, size in leading), *part)
-            # Megatron pads the vocabulary.
+            # Megatron may pad the vocabulary.
             longer = row.layout == "vocab" and shape and shape[0] > expected[0]
             if shape != (shape[:1] + expected[1:] if longer else expected):
-                raise InputError(f"{self._index}: {key} is {shape}; config.json makes it {expected}")
+                raise InputError(f"{self._index}: {key} is {shape}; config.json requires {expected}")
             for index, tensor in enumerate(row.at(layer, expert).hf):
                 yield tensor.name, _Source(row, index, key, tuple(at for at, _ in leading))
 
@@ -123,13 +120,13 @@ class MegatronReader:
         if source.row.layout == "qkv":
             values = self._qkv(source)[source.index][wanted]
         else:
-            base = source.index * shape[0]  # the second half of gate and up
+            base = source.index * shape[0]  # up is below gate
             (first, end), *others = [part.indices(size)[:2] for part, size in zip(wanted, shape, strict=True)]
             values = self._read_ranges(source, [(base + first, base + end), *others])
         return values.to(self.dtype(name))
 
     def _qkv(self, source: _Source) -> list[Tensor]:
-        """Return q, k and v of a layer; all are kept until those of another are asked for."""
+        """Return q, k and v of a layer; those of the last layer are cached."""
         where = (source.key, source.at)
         if self._fused is None or self._fused[0] != where:
             shape = shard_shape(source.row, self.arch, 1, self.arch.vocab_size)
@@ -138,7 +135,7 @@ class MegatronReader:
         return self._fused[1]
 
     def _read_ranges(self, source: _Source, ranges: list[tuple[int, int]]) -> Tensor:
-        """Return some of one layer's (and expert's) tensor, from all chunks that have some of it."""
+        """Read ranges of one layer's (and expert's) tensor from all chunks that overlap them."""
         offsets = (*source.at, *(first for first, _ in ranges))
         sizes = (*(1 for _ in source.at), *(end - first for first, end in ranges))
         values = torch.empty(sizes, dtype=self._reader.tensors[source.key][0])
@@ -148,5 +145,5 @@ class MegatronReader:
 
 
 def data_folder(checkpoint_dir: Path) -> Path:
-    """The folder that has ``.metadata``: ``checkpoint_dir`` itself, or its ``torch_dist``."""
+    """The folder with ``.metadata``: ``checkpoint_dir`` or its subfolder ``torch_dist``."""
     return checkpoint_dir if (checkpoint_dir / METADATA).is_file() else checkpoint_dir / SUBFOLDER

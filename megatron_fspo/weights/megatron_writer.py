@@ -1,8 +1,7 @@
-"""Write a Megatron distributed checkpoint (``torch_dist``) from any reader, for any layout to load.
+"""Write a Megatron distributed checkpoint (``torch_dist``) from any reader; any layout can load it.
 
-The parameters are written as a rank that holds the whole model would have them, chunk by chunk, so memory
-does not grow with the model; ``megatron.core.dist_checkpointing.load`` cuts them as the layout that loads
-wants. Layers and experts are one dimension each of a global tensor, Megatron's default.
+Parameters are written as one rank with the whole model would save them, but chunk by chunk, so memory does
+not grow with the model. Layers and experts are one dimension each of a global tensor, Megatron's default.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ def write_megatron_checkpoint(
     *,
     progress: Callable[[int], object] = lambda _: None,
 ) -> Manifest:
-    """Convert the checkpoint of ``reader`` to ``out_dir``: config and tokenizer, manifest, ``torch_dist/``.
-    ``progress`` is called with the number of bytes done since the last call.
+    """Convert the checkpoint of ``reader`` to ``out_dir``: config, tokenizer, manifest and ``torch_dist/``.
 
-    Values keep their dtype; where Megatron fuses tensors, or stacks layers, of several dtypes, the widest
-    holds all exactly, and the manifest remembers what each was.
+    Values keep their dtype. Tensors of several dtypes that Megatron fuses or stacks get a dtype that holds
+    all exactly; the manifest has the original ones. ``progress`` is called with the bytes done since its last
+    call.
 
     Raises:
-        InputError: names the tensor and file that is missing, foreign, of another shape, or not finite.
+        InputError: a tensor is missing, unexpected, mis-shaped, not finite, or unlike the source's manifest.
     """
     check_checkpoint(reader, arch)
     check_tied_copies(reader, arch)
@@ -52,7 +51,7 @@ def write_megatron_checkpoint(
         recorded = source.tensors if source else {}
 
         def blocks(name: str) -> Iterator[Tensor]:
-            """Consecutive rows, finite; at the end the tensor is what the source's manifest says."""
+            """Yield consecutive finite rows, then check the tensor against the source's manifest."""
             for block in hashed_blocks(reader, name, records):
                 check_finite(block, f"{reader.file(name)}: {name}")
                 yield block
@@ -76,14 +75,13 @@ def write_megatron_checkpoint(
 
 
 def _leading(row: Row, layer: int, expert: int) -> tuple[int, ...]:
-    """A parameter's index along the dimensions of layers and experts, those it has."""
+    """The parameter's indices in the dimensions of layers and experts, if it has them."""
     return (layer,) * row.of_layer + (expert,) * row.of_expert
 
 
 def _global_tensors(
     reader: Reader, arch: Architecture, model: list[tuple[Row, int, int]]
 ) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """Key, dtype and shape of every tensor of the checkpoint."""
     dtypes: dict[str, torch.dtype] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for row, layer, expert in model:
@@ -99,20 +97,20 @@ def _global_tensors(
 def _chunks(
     row: Row, blocks: Callable[[str], Iterator[Tensor]], arch: Architecture
 ) -> Iterator[tuple[int, Tensor]]:
-    """First row and values of the pieces a parameter is written in."""
+    """First row and values of each chunk of a parameter."""
     if row.layout == "qkv":
         parts = [torch.cat(list(blocks(tensor.name))) for tensor in row.hf]
         yield 0, to_megatron_shard(row, parts, arch, shard_shape(row, arch, 1, arch.vocab_size))
         return
     first = 0
-    for tensor in row.hf:  # gate and up are one below the other
+    for tensor in row.hf:  # up is below gate
         for block in blocks(tensor.name):
             yield first, block
             first += block.shape[0]
 
 
 def _add_extra_states(writer: ChunkWriter, arch: Architecture, model: list[tuple[Row, int, int]]) -> None:
-    """Transformer Engine's layers ask for an extra state (their FP8 scales); they start without one."""
+    """Add empty extra states (FP8 scales), which Transformer Engine's layers require when they load."""
     for row, layer, expert in model:
         offsets, whole = _leading(row, layer, expert), _leading(row, arch.num_layers, arch.num_experts)
         where = ".".join(map(str, offsets or (0,))) + "_" + ".".join(map(str, whole or (1,)))

@@ -1,4 +1,4 @@
-"""A folder of adapters as PEFT writes and loads it."""
+"""Read and write LoRA adapters in PEFT's folder format."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def write_adapters(out: Path, tensors: Iterable[tuple[str, Tensor]], adapters: Adapters, base: Path) -> None:
-    """Write the factors, under the names of :func:`~megatron_fspo.weights.table.adapter_shapes`, of adapters
-    on the model in the folder ``base``."""
+    """Write the factors A and B, named as in :func:`~.table.adapter_shapes`; ``base`` is the base model."""
     out.mkdir(parents=True, exist_ok=True)
     named = {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in tensors}
     save_file(named, out / _WEIGHTS, metadata={"format": "pt"})
@@ -32,7 +31,7 @@ def write_adapters(out: Path, tensors: Iterable[tuple[str, Tensor]], adapters: A
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(base),
         "r": adapters.rank,
-        # PEFT divides it by r.
+        # PEFT's scale is lora_alpha / r.
         "lora_alpha": adapters.scale * adapters.rank,
         "target_modules": sorted(f"{target}_proj" for target in adapters.targets),
         "lora_dropout": 0.0,
@@ -42,31 +41,27 @@ def write_adapters(out: Path, tensors: Iterable[tuple[str, Tensor]], adapters: A
 
 
 def read_adapters(folder: Path, arch: Architecture) -> dict[str, Tensor]:
-    """The factors of a folder, by the names of :func:`~megatron_fspo.weights.table.adapter_shapes`.
-
-    Raises:
-        InputError: no such folder, or its adapters are not those of ``arch``: rank, scale, targets, layers.
-    """
+    """Read the factors A and B by name; ``InputError`` if they are unreadable or do not fit ``arch``."""
     adapters = arch.adapters
     assert adapters is not None
     try:
         config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
         tensors, scale = load_file(folder / _WEIGHTS), _scale(config)
     except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:
-        raise InputError(f"{folder} is no folder of adapters as PEFT writes it: {error}") from None
+        raise InputError(f"{folder} is not a readable PEFT adapter folder: {error}") from None
     if config.get("r") != adapters.rank or not math.isclose(scale, adapters.scale):
         raise InputError(
-            f"{folder}: rank {config.get('r')} and scale {scale:g}; the run asks for {adapters.rank} and "
-            f"{adapters.scale:g}: lora.rank, lora.alpha, lora.rslora"
+            f"{folder} has rank {config.get('r')} and scale {scale:g}; lora.rank is {adapters.rank}, and "
+            f"lora.alpha and lora.rslora make the scale {adapters.scale:g}"
         )
     named = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
     shapes = adapter_shapes(arch)
     for name in sorted(named.keys() ^ shapes.keys()):
-        which = "has no" if name in shapes else "has a"
+        which = "has no tensor" if name in shapes else "has the unexpected tensor"
         raise InputError(f"{folder} {which} {name}; lora.targets are {', '.join(adapters.targets)}")
     for name, tensor in named.items():
         if tuple(tensor.shape) != shapes[name]:
-            raise InputError(f"{folder}: {name} is {tuple(tensor.shape)}; the model makes it {shapes[name]}")
+            raise InputError(f"{folder}: {name} is {tuple(tensor.shape)}; the model needs {shapes[name]}")
         check_finite(tensor, f"{folder}: {name}")
     return named
 

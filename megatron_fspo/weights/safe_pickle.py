@@ -1,7 +1,7 @@
-"""Pickles of the ``torch_dist`` format, read through allow-lists: a checkpoint cannot run code.
+"""Read the pickles of the ``torch_dist`` format through allow-lists, so that a checkpoint cannot run code.
 
-``.metadata`` is a plain pickle; every entry of the ``.distcp`` files is ``torch.save``d. ``common.pt``, which
-torch and Megatron would unpickle without a check, is never read.
+``.metadata`` is a plain pickle, and ``torch.save`` writes the entries of ``.distcp`` files. ``common.pt``,
+which torch and Megatron would unpickle without a check, is never read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MODULES = {
     "torch.distributed.checkpoint.planner": [
         *("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType", "BytesIOWriteData"),
     ],
-    # The folder's name, as torch before 2.9 kept it.
+    # torch before 2.9 stores the folder's path.
     "pathlib": ["PosixPath", "PurePosixPath"],
     "pathlib._local": ["PosixPath", "PurePosixPath"],
 }
@@ -47,30 +47,26 @@ _ALLOWED = {(module, name) for module, names in _MODULES.items() for name in nam
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"{module}.{name} is not something a checkpoint needs")
+            raise pickle.UnpicklingError(f"{module}.{name} is not an allowed type")
         return super().find_class(module, name)
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The index of a ``torch_dist`` folder.
-
-    Raises:
-        InputError: it is missing, damaged, or holds anything but the format's own types.
-    """
+    """Read the index of a ``torch_dist`` folder; ``InputError`` if it is missing, damaged or unsafe."""
     path = folder / METADATA
     try:
         metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
     except FileNotFoundError:
-        raise InputError(f"{path} not found; a Megatron checkpoint (torch_dist) has one") from None
+        raise InputError(f"{path} is missing; a Megatron checkpoint (torch_dist) must have it") from None
     except Exception as error:  # a damaged pickle raises nearly anything
         raise _distrust(path, error) from error
     if not isinstance(metadata, Metadata) or not _is_index(metadata):
-        raise InputError(f"{path} does not hold the index of a checkpoint")
+        raise InputError(f"{path} is not the index of a checkpoint")
     return metadata
 
 
 def _is_index(metadata: Metadata) -> bool:
-    """Return True if its fields are what their types promise; a pickle may hold anything."""
+    """Return True if all fields have their declared types; a pickle may contain anything."""
     try:
         stored = metadata.state_dict_metadata
         tensors = [item for item in stored.values() if isinstance(item, TensorStorageMetadata)]
@@ -92,13 +88,13 @@ def _is_index(metadata: Metadata) -> bool:
 
 
 def _distrust(path: Path, error: Exception) -> InputError:
-    """Return the error in one line: torch's messages are long."""
+    """Return an ``InputError`` with the first line of torch's message, which may be long."""
     (first, *_) = str(error).splitlines() or [type(error).__name__]
-    return InputError(f"{path} is damaged or not to be trusted: {first}")
+    return InputError(f"{path} is damaged or unsafe: {first}")
 
 
 def load_entry(folder: Path, info: Any) -> Any:
-    """Load one entry of a ``.distcp`` file; tensors and plain Python values only."""
+    """Load one entry of a ``.distcp`` file: a tensor or a plain Python value."""
     path = folder / info.relative_path
     with open(path, "rb") as stream:
         entry: Any = _create_file_view(stream, info.offset, info.length)
@@ -109,18 +105,18 @@ def load_entry(folder: Path, info: Any) -> Any:
 
 
 def check_files(folder: Path, metadata: Metadata) -> None:
-    """Raise ``InputError`` if a file is missing or shorter than the index says, or lies elsewhere."""
+    """Raise ``InputError`` if a file is missing, truncated, compressed or outside the folder."""
     sizes: dict[str, int] = {}
     for index, info in metadata.storage_data.items():
         name = info.relative_path
         if Path(name).name != name:
-            raise InputError(f"{folder / METADATA}: {name!r} is not the name of a file beside it")
+            raise InputError(f"{folder / METADATA}: {name!r} must name a file in the same folder")
         path = folder / name
         if name not in sizes:
             if not path.is_file():
-                raise InputError(f"{path} not found; it holds {index.fqn}")
+                raise InputError(f"{path} is missing; it contains {index.fqn}")
             sizes[name] = path.stat().st_size
         if info.offset + info.length > sizes[name]:
-            raise InputError(f"{path} is truncated: {index.fqn} ends at {info.offset + info.length:,}")
+            raise InputError(f"{path} is truncated: {index.fqn} ends at byte {info.offset + info.length:,}")
         if getattr(info, "transform_descriptors", None):
             raise InputError(f"{path}: {index.fqn} is compressed, which is not supported")

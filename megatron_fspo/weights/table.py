@@ -1,8 +1,7 @@
-"""The Hugging Face tensors that make each Megatron parameter: one table per architecture, used both ways.
+"""One table per architecture, which maps Hugging Face tensors to Megatron parameters in both directions.
 
-A row is all the conversion knows of a parameter, so an architecture is a table and nothing else. The Megatron
-side lists every name the parameter goes by: the local layer spec keeps the norms as modules of their own, the
-Transformer Engine spec fuses them into the linear layer behind.
+A row is all that the conversion knows about a parameter. Its Megatron side lists every name of the parameter:
+the local layer specification has separate norms, Transformer Engine's fuses them into the next linear layer.
 
 Layouts, with tp the tensor-parallel size:
 
@@ -10,16 +9,13 @@ Layouts, with tp the tensor-parallel size:
 replicated the same on every rank
 row        dimension 1 in tp equal parts
 column     dimension 0 in tp equal parts
-qkv        per query group: the group's query heads, its key head, its value head; tp equal runs of groups
+qkv        query groups in tp equal parts; in each group the query heads, the key head, the value head
 gate_up    on each rank: its part of gate, then its part of up
 vocab      dimension 0 in tp equal parts, after padding with zero rows to Megatron's vocabulary
 ========== ==================================================================================================
 
-Pure functions of tensors go between the two: :func:`shard_slices` says which part of each Hugging Face tensor
-a rank holds, so that it reads no more; :func:`to_megatron_shard` puts the parts together;
-:func:`from_megatron_shards` is its inverse over all ranks, and drops the vocabulary padding.
-
-Nothing here is mutable: a tied model and an untied one can be converted in one process, in any order.
+:func:`shard_slices` returns the part of each Hugging Face tensor that a rank reads. :func:`to_megatron_shard`
+combines these parts, and :func:`from_megatron_shards` inverts both over all ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ Size = Literal[
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A tensor of the Hugging Face checkpoint and its shape, in sizes of :class:`Architecture`."""
+    """A tensor of the Hugging Face checkpoint; ``sizes`` are names of :class:`Architecture` attributes."""
 
     name: str
     sizes: tuple[Size, ...]
@@ -57,18 +53,17 @@ class HFTensor:
 
 @dataclass(frozen=True)
 class Row:
-    """One Megatron parameter. In the table names hold ``{layer}`` and ``{expert}``, numbers within a rank's
-    part of the model; :func:`resolve` fills them in."""
+    """One Megatron parameter. :func:`resolve` replaces ``{layer}`` and ``{expert}`` in the tables' names."""
 
     layout: ShardLayout
     megatron: tuple[str, ...]
-    """The names it goes by; a resolved row has the one that was asked for."""
+    """All names of the parameter; a resolved row has only the requested one."""
     hf: tuple[HFTensor, ...]
-    """The tensors it is made of, in the order the layout wants."""
+    """The tensors that form it, in the layout's order."""
     key: str
     """Its name in a Megatron distributed checkpoint, where all layers (and experts) are one tensor."""
     copy: bool = False
-    """A second copy of what another row owns: loaded, never exported."""
+    """It duplicates another row's parameter: it is loaded but never exported."""
 
     @property
     def of_layer(self) -> bool:
@@ -76,11 +71,11 @@ class Row:
 
     @property
     def of_expert(self) -> bool:
-        """Experts are spread by expert parallel; tensor parallel does not cut them."""
+        """Experts are distributed by expert parallelism, and not split by tensor parallelism."""
         return ".experts." in self.key
 
     def at(self, layer: int, expert: int = 0) -> Row:
-        """The row of one layer and expert, counted over the whole model."""
+        """The row of one layer and expert, numbered over the whole model."""
         hf = tuple(replace(t, name=t.name.format(layer=layer, expert=expert)) for t in self.hf)
         return replace(self, hf=hf)
 
@@ -88,7 +83,7 @@ class Row:
 def _row(
     layout: ShardLayout, megatron: str, *hf: HFTensor, key: str | None = None, copy: bool = False
 ) -> Row:
-    """A checkpoint calls a parameter as Transformer Engine does, the last of the names, without the layer."""
+    """``key`` defaults to the last name, Transformer Engine's, without the layer number."""
     names = tuple(megatron.split(" | "))
     return Row(layout, names, hf, key or names[-1].replace("{layer}.", ""), copy)
 
@@ -141,7 +136,7 @@ _MLP = (
 
 
 def _moe(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
-    """Experts one by one (local specification), or as one grouped product (Transformer Engine)."""
+    """Experts as separate modules (local specification) or one grouped product (Transformer Engine)."""
     one = f"{_H}{block}.experts.{{expert}}"
     return (
         _row("replicated", f"{_M}pre_mlp_layernorm.weight",
@@ -161,7 +156,7 @@ def _moe(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
 
 
 def _adapter(linear: str, target: str, hf: str, outputs: Size, inputs: Size) -> tuple[Row, Row]:
-    """A and B of a target within a linear layer; PEFT's names, without its prefix."""
+    """A and B of a target in a linear layer, with PEFT's tensor names without its prefix."""
     name, column = f"{_M}{linear}.adapters.{target}", linear.endswith(("qkv", "fc1"))
     a = _hf(f"{_H}{hf}.lora_A.weight", "lora_rank", inputs)
     b = _hf(f"{_H}{hf}.lora_B.weight", outputs, "lora_rank")
@@ -197,19 +192,19 @@ TABLES: Mapping[str, tuple[Row, ...]] = MappingProxyType(
 
 
 def rows(arch: Architecture) -> tuple[Row, ...]:
-    """The table of this architecture, with the output layer it has."""
+    """The architecture's table with its output layer."""
     return (*TABLES[arch.model_type], _TIED_OUTPUT if arch.tied else _UNTIED_OUTPUT)
 
 
 def adapter_rows(arch: Architecture) -> tuple[Row, ...]:
-    """A and B of every target; of no checkpoint of the model itself."""
+    """A and B of every target; checkpoints of the model itself do not have them."""
     return tuple(
         row for target in (arch.adapters.targets if arch.adapters else ()) for row in _ADAPTERS[target]
     )
 
 
 def adapter_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every factor, layer by layer."""
+    """Name → shape of every factor A and B, layer by layer."""
     return {
         row.at(layer).hf[0].name: row.hf[0].shape(arch)
         for layer in range(arch.num_layers)
@@ -223,10 +218,10 @@ def has_parameter(arch: Architecture, megatron_name: str) -> bool:
 
 
 def resolve(megatron_name: str, arch: Architecture, layer_offset: int = 0, expert_offset: int = 0) -> Row:
-    """The row of a parameter, as ``GPTModel.named_parameters()`` calls it.
+    """The row of a parameter named as in ``GPTModel.named_parameters()``.
 
-    Megatron counts layers from 0 in every model chunk, and experts on every expert-parallel rank; the offsets
-    are the numbers of layers and experts before them.
+    Megatron counts layers from 0 in each model chunk, and experts from 0 on each expert-parallel rank; the
+    offsets are the numbers before them.
     """
     for row in (*rows(arch), *adapter_rows(arch)):
         for pattern in row.megatron:
@@ -238,15 +233,15 @@ def resolve(megatron_name: str, arch: Architecture, layer_offset: int = 0, exper
             layer = int(numbers["layer"]) + layer_offset if "layer" in numbers else 0
             expert = int(numbers["expert"]) + expert_offset if "expert" in numbers else 0
             if not 0 <= layer < arch.num_layers:
-                raise InputError(f"{megatron_name}: layer {layer} of a model with {arch.num_layers} layers")
+                raise InputError(f"{megatron_name}: layer {layer}; the model has {arch.num_layers} layers")
             if "expert" in numbers and not 0 <= expert < arch.num_experts:
-                raise InputError(f"{megatron_name}: expert {expert} of {arch.num_experts} in a layer")
+                raise InputError(f"{megatron_name}: expert {expert}; a layer has {arch.num_experts}")
             return replace(row.at(layer, expert), megatron=(megatron_name,))
-    raise InputError(f"{megatron_name}: no Hugging Face tensor is known for it in a {arch.model_type} model")
+    raise InputError(f"{megatron_name} corresponds to no Hugging Face tensor of a {arch.model_type} model")
 
 
 def expected_hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor a checkpoint of this architecture has, layer by layer."""
+    """Name → shape of every tensor in a checkpoint of this architecture, layer by layer."""
     return {
         tensor.name: tensor.shape(arch)
         for row, layer, expert in whole_model(arch)
@@ -255,7 +250,7 @@ def expected_hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def whole_model(arch: Architecture) -> Iterator[tuple[Row, int, int]]:
-    """Row, layer and expert of every parameter of the model, in the order of the forward pass."""
+    """Row, layer and expert of every parameter, in the order of the forward pass."""
     table = [row for row in rows(arch) if not row.copy]
     embedding, *others = (row for row in table if not row.of_layer)
     yield embedding, 0, 0
@@ -269,7 +264,7 @@ def whole_model(arch: Architecture) -> Iterator[tuple[Row, int, int]]:
 
 
 def tied_copies(arch: Architecture) -> dict[str, str]:
-    """Tensors a tied checkpoint may hold once more (Qwen3-0.6B does), each with the one it must equal."""
+    """Duplicates that a tied checkpoint may contain (Qwen3-0.6B does) → the tensor that they must equal."""
     return {_HEAD.name: _EMBED.name} if arch.tied else {}
 
 
@@ -293,7 +288,7 @@ def shard_shape(row: Row, arch: Architecture, tp_size: int, padded_vocab: int) -
 def shard_slices(row: Row, arch: Architecture, tp_rank: int, tp_size: int, padded_vocab: int) -> list[Slices]:
     """The part of each Hugging Face tensor of ``row`` that one rank holds.
 
-    Query heads of one group are neighbours in ``q_proj``, so the parts of a run of query groups are runs too.
+    Heads of a query group are adjacent in ``q_proj``, so a range of query groups is a range of rows.
     """
     check_tensor_parallel(arch, tp_size, padded_vocab)
     parts = []
@@ -303,7 +298,7 @@ def shard_slices(row: Row, arch: Architecture, tp_rank: int, tp_size: int, padde
         if row.layout != "replicated":
             dim = 1 if row.layout == "row" else 0
             step = (padded_vocab if row.layout == "vocab" else shape[dim]) // tp_size
-            # Beyond the real vocabulary there is nothing to read.
+            # Padding of the vocabulary is not read.
             part[dim] = slice(min(tp_rank * step, shape[dim]), min((tp_rank + 1) * step, shape[dim]))
         parts.append(tuple(part))
     return parts
@@ -312,7 +307,7 @@ def shard_slices(row: Row, arch: Architecture, tp_rank: int, tp_size: int, padde
 def to_megatron_shard(
     row: Row, parts: Sequence[Tensor], arch: Architecture, shape: tuple[int, ...]
 ) -> Tensor:
-    """One rank's parameter, of :func:`shard_shape`, from the parts :func:`shard_slices` names."""
+    """Combine the parts that :func:`shard_slices` selects into one rank's parameter of the given shape."""
     match row.layout:
         case "replicated" | "row" | "column":
             (shard,) = parts
@@ -327,24 +322,24 @@ def to_megatron_shard(
             if padding := shape[0] - part.shape[0]:
                 shard = torch.cat([part, part.new_zeros(padding, *shape[1:])])
     if tuple(shard.shape) != shape:
-        raise InputError(f"{row.megatron[0]}: parts make shape {tuple(shard.shape)}, the shard has {shape}")
+        raise InputError(f"{row.megatron[0]}: the parts form {tuple(shard.shape)}; the shard must be {shape}")
     return shard
 
 
 def from_megatron_shards(row: Row, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
-    """The Hugging Face tensors of ``row`` from its shards on all tensor-parallel ranks, in rank order."""
+    """Convert the shards of all tensor-parallel ranks, in rank order, to the tensors of ``row``."""
     tp_size = len(shards)
-    vocab_rows = shards[0].shape[0] if row.layout == "vocab" else arch.vocab_size  # else unused
+    vocab_rows = shards[0].shape[0] if row.layout == "vocab" else arch.vocab_size  # unused otherwise
     padded_vocab = tp_size * vocab_rows
     check_tensor_parallel(arch, tp_size, padded_vocab)
     expected = shard_shape(row, arch, tp_size, padded_vocab)
     for rank, shard in enumerate(shards):
         if tuple(shard.shape) != expected:
             got = f"shape {tuple(shard.shape)} on tensor-parallel rank {rank} of {tp_size}"
-            raise InputError(f"{row.megatron[0]}: {got}; the architecture has {expected}")
+            raise InputError(f"{row.megatron[0]}: {got}; config.json requires {expected}")
     match row.layout:
         case "replicated":
-            # Replicas that drifted apart mean gradients were not reduced: no one of them is the model.
+            # If replicas differ, gradients were not reduced, and none of them is the model.
             first, *others = (shard.contiguous().view(torch.uint8) for shard in shards)
             for rank, other in enumerate(others, 1):
                 if not torch.equal(first, other):

@@ -29,7 +29,7 @@ def test_a_plugin_that_verl_leaves_out_is_named(monkeypatch: pytest.MonkeyPatch)
     done = doctor("--json")
     found = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == 1 and found["registered"] is False
-    assert found["problem"] == "VERL_USE_EXTERNAL_PLUGINS=another leaves megatron_fspo out"
+    assert found["problem"] == "VERL_USE_EXTERNAL_PLUGINS=another excludes megatron_fspo"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("verl") is not None, reason="verl is installed")

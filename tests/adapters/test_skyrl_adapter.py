@@ -58,7 +58,7 @@ def test_the_gradient_is_that_of_the_definition(micro_batches: int) -> None:
     ("keys", "found"),
     [
         ({"eps_clip_high": 0.2}, "SkyRL's default for a ratio: set both of them"),
-        ({"loss_reduction": "token_mean"}, "loss_reduction = 'token_mean' does not go with FSPO"),
+        ({"loss_reduction": "token_mean"}, "loss_reduction = 'token_mean' is not supported with FSPO"),
         ({"eps_clip_low": -1.0}, "c_low"),
     ],
 )
@@ -71,5 +71,5 @@ def test_what_does_not_fit_is_refused_in_one_line(keys: dict[str, object], found
 def test_its_corrections_are_refused() -> None:
     config = algorithm()
     config.off_policy_correction.tis_ratio_type = "sequence"
-    with pytest.raises(ValueError, match="off_policy_correction does not go with FSPO"):
+    with pytest.raises(ValueError, match="off_policy_correction is not supported with FSPO"):
         by_skyrl(random_responses(0), config)

@@ -126,12 +126,12 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModuleType, Modul
         ({"eps_clip_high": 0.2}, "slime's default for a ratio: set both of them"),
         ({"eps_clip": -1.0}, "c_low"),
         ({"eps_clip_c": 0.01}, "c_dual must be at least c_high"),
-        ({"calculate_per_token_loss": True}, "--calculate-per-token-loss does not go with FSPO"),
-        ({"use_kl_loss": True}, "--use-kl-loss does not go with FSPO"),
-        ({"entropy_coef": 0.01}, "--entropy-coef does not go with FSPO"),
-        ({"use_tis": True}, "--use-tis does not go with FSPO"),
-        ({"get_mismatch_metrics": True}, "--get-mismatch-metrics does not go with FSPO"),
-        ({"use_opsm": True}, "--use-opsm does not go with FSPO"),
+        ({"calculate_per_token_loss": True}, "--calculate-per-token-loss is not supported with FSPO"),
+        ({"use_kl_loss": True}, "--use-kl-loss is not supported with FSPO"),
+        ({"entropy_coef": 0.01}, "--entropy-coef is not supported with FSPO"),
+        ({"use_tis": True}, "--use-tis is not supported with FSPO"),
+        ({"get_mismatch_metrics": True}, "--get-mismatch-metrics is not supported with FSPO"),
+        ({"use_opsm": True}, "--use-opsm is not supported with FSPO"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(

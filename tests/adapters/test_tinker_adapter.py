@@ -116,7 +116,7 @@ def changed(datum: types.Datum, **inputs: Tensor | None) -> types.Datum:
     ("inputs", "found"),
     [
         ({"mask": None}, "datum 1 has no 'mask' in loss_fn_inputs, only "),
-        ({"logprobs": torch.zeros(3)}, r"datum 1: logprobs has shape \[3\], its log-probs \[8\]"),
+        ({"logprobs": torch.zeros(3)}, r"datum 1: logprobs has shape \[3\], but its log-probs \[8\]"),
         ({"advantages": torch.arange(8.0)}, "one advantage for all tokens of a response"),
     ],
     ids=["no mask", "too short", "advantages by token"],

@@ -76,7 +76,7 @@ def test_each_optimizer_step_of_a_rollout_has_its_own_count(tmp_path: Path) -> N
 
 def test_on_policy_nothing_is_clipped(tmp_path: Path) -> None:
     """Where TRL gives no old log-probs, S = 0 and the gradient is A·∇log π."""
-    with pytest.warns(UserWarning, match="steps_per_generation=4, say, or num_iterations=2"):
+    with pytest.warns(UserWarning, match="steps_per_generation=4 or num_iterations=2"):
         trainer = make_trainer(FSPOTrainer, FSPOConfig, tmp_path, num_iterations=1)
     batch = random_batch()
     del batch["old_per_token_logps"]
@@ -136,7 +136,7 @@ def test_a_step_must_not_span_rollouts(tmp_path: Path) -> None:
 
 
 def test_another_configuration_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="takes an FSPOConfig, got a GRPOConfig"):
+    with pytest.raises(TypeError, match="an FSPOConfig, got a GRPOConfig"):
         make_trainer(FSPOTrainer, GRPOConfig, tmp_path)
 
 

@@ -194,5 +194,5 @@ def test_an_advantage_for_each_token_is_refused() -> None:
 def test_ranks_without_a_common_count_are_refused() -> None:
     config, row = actor(), torch.ones(1, 4)
     config.global_batch_info.update(dp_size=2)
-    with pytest.raises(ValueError, match="global_batch_size is not set, and there are 2 data-parallel ranks"):
+    with pytest.raises(ValueError, match="global_batch_size is not set, but there are 2 data-parallel ranks"):
         fspo_policy_loss(row, row, row, row, config=config)

@@ -200,26 +200,26 @@ def test_no_rank_gets_a_set_more_than_others() -> None:
 def test_more_at_once_than_a_set_has() -> None:
     cursor = PromptCursor([("a", 3, 1), ("b", 50, 1)], seed=1, size=8)
     before = cursor.state_dict()
-    with pytest.raises(ValueError, match="4 prompts at once, but a set has only 3"):
+    with pytest.raises(ValueError, match="4 prompts at once from a set of 3"):
         cursor.further(8)
     assert cursor.state_dict() == before
-    with pytest.raises(InputError, match="at least one prompt is needed, found 0 in 'b'"):
+    with pytest.raises(InputError, match="data set 'b' has no prompts"):
         PromptCursor([("a", 3, 1), ("b", 0, 1)], seed=1, size=1)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seed": 2}, "the checkpoint has seed = 2, this run 1"),
-        ({"shuffle": False}, "the checkpoint has shuffle = False, this run True"),
-        ({"sets": [["a", 13, "1"]]}, r"the checkpoint has sets = \[\['a', 13, '1'\]\], this run"),
-        ({"position": []}, "is no position in"),
-        ({"position": [[0, 0]] * 2}, "is no position in"),
-        ({"position": [[0, 0, -1]] * 2}, "is no position in"),
-        ({"position": [[1.5, 0, 0]] * 2}, "is no position in"),
-        ({"position": [[0, 5, 5]] * 2}, "is no position in"),
-        ({"open": [[0, 0, 0]]}, "is no position in"),
-        ({"epoch": 0}, "the state has the keys"),
+        ({"seed": 2}, "the checkpoint has seed = 2, but this run has 1"),
+        ({"shuffle": False}, "the checkpoint has shuffle = False, but this run has True"),
+        ({"sets": [["a", 13, "1"]]}, r"the checkpoint has sets = \[\['a', 13, '1'\]\], but this run has"),
+        ({"position": []}, "invalid position"),
+        ({"position": [[0, 0]] * 2}, "invalid position"),
+        ({"position": [[0, 0, -1]] * 2}, "invalid position"),
+        ({"position": [[1.5, 0, 0]] * 2}, "invalid position"),
+        ({"position": [[0, 5, 5]] * 2}, "invalid position"),
+        ({"open": [[0, 0, 0]]}, "invalid position"),
+        ({"epoch": 0}, "the state has keys"),
     ],
 )
 def test_a_state_from_elsewhere_is_refused_and_changes_nothing(change: dict[str, Any], message: str) -> None:

@@ -95,7 +95,7 @@ def test_overrides(words: str, key: str, value: object) -> None:
         ("--data.train [{fil='a'}]", "unknown key data.train[0].fil; did you mean file? (and 1 more)"),
         ("--data.train [{file='a'},{name='b'}]", "data.train[1].file is missing"),
         ("--data.train [{file='a',weight=0}]", "data.train[0].weight = 0: "),
-        ("--data.train [{file='x/a.jsonl'},{file='y/a.parquet'}]", "several sets are called a"),
+        ("--data.train [{file='x/a.jsonl'},{file='y/a.parquet'}]", "several sets are named a"),
         ("--data.train [{file='a',weight=1},{file='b'}]", "weight to every set"),
         ("--data.validation [{file='a',weight=1}]", "a has a weight"),
         ("--data.train [{file='a',samples=4}]", "a has samples"),

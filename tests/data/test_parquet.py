@@ -128,7 +128,7 @@ def test_a_file_is_read_in_batches(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
-        ([GOOD, {"prompt": "b", "answer": None}], "row 2: 'answer' .* found null"),
+        ([GOOD, {"prompt": "b", "answer": None}], "row 2: 'answer' .* got null"),
         ([{"prompt": b"a", "answer": "1"}], "the column 'prompt' is of type binary"),
         ([{"prompt": [{"role": "user", "content": None}], "answer": "1"}], "row 1: 'prompt' must be"),
         ([{"text": "a"}], "row 1: no key 'prompt'"),

@@ -138,8 +138,8 @@ ASSISTANT = '{"p": [{"role": "assistant", "content": "s"}], "a": "1"}'
         ('{"p": "x", "a": null}', {"answer_key": "a.b.c"}, "no key 'a.b.c': 'a' is null"),
         ('{"p": "x", "a": "12"}', {"answer_after": "####"}, "'a' has no '####'"),
         ('{"p": "x", "a": "12 ####  "}', {"answer_after": "####"}, "'a' is empty"),
-        (SYSTEM, {"chat_template": True, "system_prompt": "t"}, "'p' has a system message"),
-        (ASSISTANT, {"chat_template": True, "template": "boxed"}, "'p' has no message of the user"),
+        (SYSTEM, {"chat_template": True, "system_prompt": "t"}, "'p' already has a system message"),
+        (ASSISTANT, {"chat_template": True, "template": "boxed"}, "'p' has no user message"),
     ],
 )
 def test_what_does_not_fit(

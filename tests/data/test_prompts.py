@@ -125,7 +125,7 @@ def test_round_trip(
 
 
 LEVELS = 600 if sys.version_info < (3, 12) else 995  # each two frames of Python's, and then one
-DEEP = "('x' is nested too deep|not JSON: maximum recursion)"
+DEEP = "('x' is nested too deeply|not JSON: maximum recursion)"
 GOOD = '{"prompt": "a", "answer": "1"}\n'
 
 
@@ -134,23 +134,23 @@ GOOD = '{"prompt": "a", "answer": "1"}\n'
     [
         ('{"prompt": "a"', "not JSON: Expecting"),
         ("[" * 100_000, "not JSON: maximum recursion"),
-        ('["a", "1"]', "not an object but a list"),
-        ("17", "not an object but a number"),
+        ('["a", "1"]', "must be an object, got a list"),
+        ("17", "must be an object, got a number"),
         ('{"text": "a", "answer": "1"}', "no key 'prompt'; the keys here are 'text', 'answer'"),
         ("{}", "no key 'prompt'; the keys here are none"),
-        ('{"prompt": null, "answer": "1"}', "'prompt' must be .* found null"),
+        ('{"prompt": null, "answer": "1"}', "'prompt' must be .* got null"),
         (
             '{"prompt": [{"role": "tool", "content": ""}, {"role": "user", "content": "a"}], "answer": "1"}',
             "'prompt' must be .* messages of tool, user",
         ),
         ('{"prompt": "a", "answer": " \\n"}', "'answer' is empty"),
-        ('{"prompt": "a", "answer": "1", "x": [{"y": 1, "y": 2}]}', "not JSON: the key 'y' is there twice"),
+        ('{"prompt": "a", "answer": "1", "x": [{"y": 1, "y": 2}]}', "not JSON: the key 'y' occurs twice"),
         ('{"prompt": "a", "answer": "1", "x": ' + "[" * LEVELS + "]" * LEVELS + "}", DEEP),
         ('{"prompt": "a", "answer": "1", "x": ' + "9" * 5000 + "}", "'x' has an integer of more than 4,300"),
         ('\ufeff{"prompt": "a", "answer": "1"}', "not JSON: Unexpected UTF-8 BOM"),
-        ('{"prompt": "a", "answer": true}', "'answer' must be .* found a boolean"),
-        ('{"prompt": "a", "answer": {"x": 1}}', "'answer' must be .* found an object"),
-        ('{"prompt": "a", "answer": NaN}', "'answer' must be .* found NaN or an infinity"),
+        ('{"prompt": "a", "answer": true}', "'answer' must be .* got a boolean"),
+        ('{"prompt": "a", "answer": {"x": 1}}', "'answer' must be .* got an object"),
+        ('{"prompt": "a", "answer": NaN}', "'answer' must be .* got NaN or an infinity"),
         ('{"prompt": "", "answer": "1"}', "'prompt' is empty"),
         ('{"prompt": "ж", "answer": "1"}', "'prompt' is empty: it has no tokens"),
         ('{"prompt": "123456", "answer": "1"}', "'prompt' has 6 tokens, max_prompt_tokens is 5"),
@@ -178,7 +178,7 @@ NO_MESSAGES += [[{"role": "user", "content": "a"}, {"role": "user"}]]
     [
         *((bad, "'prompt' must be a string or a list of messages") for bad in NO_MESSAGES),
         ([{"role": "user", "content": ""}], "'prompt' is empty"),
-        ([{"role": "tool", "content": "a"}], "the chat template refuses 'prompt': no tools here$"),
+        ([{"role": "tool", "content": "a"}], "the chat template rejects 'prompt': no tools here$"),
         ("x" * 33, "'prompt' has 51 tokens, max_prompt_tokens is 50"),
     ],
 )

@@ -50,7 +50,7 @@ def test_check_vocabulary(tokenizer: PreTrainedTokenizerFast) -> None:
     check_vocabulary(tokenizer, 97)
     check_vocabulary(tokenizer, 128)  # padded
     with pytest.raises(
-        InputError, match=r"largest id is 96 \('</s>'\), the model's vocab_size 96: .* at least 97"
+        InputError, match=r"largest id is 96 \('</s>'\), the model's vocab_size 96, .* at least 97"
     ):
         check_vocabulary(tokenizer, 96)
 
@@ -74,7 +74,7 @@ def test_stop_token_ids_of_the_user(tokenizer: PreTrainedTokenizerFast, tmp_path
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')
     assert stop_token_ids(tokenizer, tmp_path, (7, 5)) == (EOS, 5, 7)
     last = len(tokenizer) - 1
-    with pytest.raises(InputError, match=rf"stop_token_ids has \[{last + 1}\]; .* end at {last}"):
+    with pytest.raises(InputError, match=rf"stop_token_ids has \[{last + 1}\], .* end at {last}"):
         stop_token_ids(tokenizer, tmp_path, (last, last + 1))
 
 
@@ -91,10 +91,10 @@ def test_stop_token_ids_of_a_tokenizer_without_eos(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"eos_token_id": "</s>"}', "eos_token_id .* found '</s>'"),
-        ('{"eos_token_id": [1, -1]}', r"found \[1, -1\]"),
-        ('{"eos_token_id": true}', "found True"),
-        ("[1]", r"found \[1\]"),
+        ('{"eos_token_id": "</s>"}', "eos_token_id .* got '</s>'"),
+        ('{"eos_token_id": [1, -1]}', r"got \[1, -1\]"),
+        ('{"eos_token_id": true}', "got True"),
+        ("[1]", r"got \[1\]"),
         ("{", "generation_config.json: not JSON: "),
     ],
 )

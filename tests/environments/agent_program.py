@@ -11,7 +11,9 @@ import urllib.request
 from typing import Any
 
 
-def ask(messages: list[dict[str, Any]], path: str = "/chat/completions", **more: Any) -> str:
+def ask(
+    messages: list[dict[str, Any]], path: str = "/chat/completions", length: str | None = None, **more: Any
+) -> str:
     """The policy's answer."""
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + path,
@@ -19,6 +21,7 @@ def ask(messages: list[dict[str, Any]], path: str = "/chat/completions", **more:
         headers={
             "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
             "Content-Type": "application/json",
+            **({"Content-Length": length} if length else {}),
         },
     )
     with urllib.request.urlopen(request) as response:
@@ -49,6 +52,7 @@ def main(what: str) -> None:
         os.environ["OPENAI_API_KEY"], key = "none", os.environ["OPENAI_API_KEY"]
         assert refused(talk) == 401
         os.environ["OPENAI_API_KEY"] = key
+        assert refused(talk, length="many") == 400
     for turn in range(3):
         said = ask(talk)
         if what == "hang" and turn == 1:

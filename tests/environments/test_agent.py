@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,17 @@ def test_what_goes_wrong_ends_the_trajectory_and_counts(what: str, turns: int) -
 def test_other_requests_are_refused() -> None:
     talk = Talk("refused")
     assert not talk.say("four").failed
+
+
+def test_a_reply_that_nobody_waits_for_ends_no_thread_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    talk, raised = Talk("plain"), []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    assert talk.environment.answer(talk.prompt, [[*ids("four"), END]], talk).cancel()
+    for thread in [thread for thread in threading.enumerate() if thread.name == "agent answer"]:
+        thread.join(20)
+    assert not raised
 
 
 def test_trajectories_of_one_prompt_have_programs_of_their_own_that_end_with_them() -> None:

@@ -183,9 +183,9 @@ def test_a_template_that_forgets_is_refused() -> None:
         "<|im_end|>\n<|im_start|>user\n",
         "<|im_end|>\n<|im_start|>assistant\n",
     )
-    with pytest.raises(InputError, match="writes earlier turns anew"):
+    with pytest.raises(InputError, match="rewrites earlier turns"):
         frame(tokenizer_of(FORGETFUL), "tool")
-    with pytest.raises(InputError, match="does not take it: no tools"):
+    with pytest.raises(InputError, match="does not support it: no tools"):
         frame(tokenizer_of("{{ raise_exception('no tools') }}"), "tool")
 
 
@@ -193,7 +193,7 @@ def test_a_template_that_forgets_is_refused() -> None:
     ("name", "said"),
     [
         ("calculater", "calculator, python"),
-        ("own_environment:absent", "holds nothing"),
+        ("own_environment:absent", "has nothing"),
         ("own_environment:no_environment", "2 positional arguments"),
     ],
 )

@@ -167,7 +167,7 @@ def test_several_sets_on_two_ranks_compared(whole: Path, tmp_path: Path) -> None
     assert sum(one == other for one, other in zip(mine, theirs, strict=True)) > 140
     lines = run(out, "--temperature", "0.3", "--compare", str(warm), *own, nproc=2, data=files).splitlines()
     assert any(line.startswith("| difference | +") for line in lines)
-    assert "Besides the weights these differ: `evaluation.temperature` 1.0 → 0.3." in lines
+    assert "Besides the weights, these settings differ: `evaluation.temperature` 1.0 → 0.3." in lines
     found = json.loads((out / "results.json").read_text())["comparison"]["difference"]
     mean = found["sets"]["validation"]["mean"]
     assert 0 < mean["low"] < mean["value"] < mean["high"]

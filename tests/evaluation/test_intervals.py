@@ -123,7 +123,7 @@ def test_where_nothing_can_be_told() -> None:
     (lone,) = interval_of_means({"s": np.array([[0.5]])})
     assert lone.value == 0.5 and math.isnan(lone.low) and math.isnan(lone.high)
     for sets in ({}, {"s": np.empty((0, 1))}):
-        with pytest.raises(ValueError, match="needs a set"):
+        with pytest.raises(ValueError, match="needs at least one set"):
             interval_of_means(sets)
 
 

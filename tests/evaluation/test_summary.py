@@ -182,6 +182,6 @@ def test_the_table_and_the_results(tmp_path: Path) -> None:
     assert cell == f"{100 * mean.value:.1f} [{100 * mean.low:.1f}, {100 * mean.high:.1f}]"
     assert "[n/a]" in rows[3] and not math.isnan(mean.low)
     assert rows[4].split(" | ")[1].startswith("+")
-    assert "Besides the weights these differ: `temperature` 1.0 → 0.6." in text
+    assert "Besides the weights, these settings differ: `temperature` 1.0 → 0.6." in text
     plain = table("m", summary)
     assert len([line for line in plain.splitlines() if line.startswith("| `")]) == 1 and "differ" not in plain

@@ -150,7 +150,7 @@ def test_what_is_left_of_the_public_files(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({}, "train.parquet: 6 different prompts in 9 rows, where train has 17,000 to 18,000"),
+        ({}, "train.parquet: 6 different prompts in 9 rows, but train has 17,000 to 18,000"),
         ({"train": [{"prompt": "?", "answer": "1"}]}, "train.parquet: row 1: no key 'reward_model."),
         ({"aime25": [{"problem": "?", "answer": None}]}, "aime25.jsonl:1: 'answer' must be"),
         (

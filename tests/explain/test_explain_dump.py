@@ -108,7 +108,7 @@ BROKEN: list[tuple[list[dict[str, Any]] | bytes, str]] = [
     (LINE + LINE[:-9] + b"\n", "d.jsonl:2: not JSON"),
     (LINE + b"[1, 2]\n", "d.jsonl:2: not an object"),
     (LINE + b"\xff\xfe\n", "d.jsonl:2: not text in UTF-8"),
-    (LINE + b'{"length": 2, "length": 3}\n', "d.jsonl:2: not JSON: the key 'length' is there twice"),
+    (LINE + b'{"length": 2, "length": 3}\n', "d.jsonl:2: not JSON: the key 'length' occurs twice"),
 ]
 
 

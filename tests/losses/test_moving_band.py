@@ -101,7 +101,7 @@ def test_a_band_that_does_not_fit_is_doubted(sigma: float, clipped: float, topic
     assert loss.doubts(loss.metrics(), warm=True) == {}  # a step without off-policy sequences
     doubts = loss.doubts(row | {"fspo/sigma_hat": 7.0}, warm=True)  # an outlier moves no median
     assert list(doubts) == [topic] * (topic is not None)
-    assert all(f"c = 2 sigma-hat is {2 * sigma:.2g}" in text for text in doubts.values())
+    assert all(f"2 sigma-hat is now {2 * sigma:.2g}" in text for text in doubts.values())
     # A band that has moved is judged anew.
     assert loss.doubts(row | {"fspo/c_low": 0.021}, warm=True) == {}
 
@@ -198,7 +198,7 @@ def test_an_estimated_drift_waits_for_an_update_before_which_the_policy_has_move
         # The warm-up of 5 lasts for two rollouts: so many less are left for two windows of two rollouts.
         ({"calibrate": 4}, 5, 3, 5, "loss.calibrate = 4"),
         ({"calibrate": 4}, 6, 3, 5, None),
-        ({}, 30, 0, 5, "on policy"),
+        ({}, 30, 0, 5, "on-policy"),
         ({"c_high": 0.2}, 30, 3, 5, "loss.c_high = 0.2"),
         ({"c_high": 0.2, "calibrate": 14}, 30, 3, 0, None),
     ],
@@ -270,6 +270,6 @@ def test_the_configuration_wins_over_a_checkpoint() -> None:
 def test_a_calibration_of_other_settings_is_refused() -> None:
     measured = state("fspo", calibrate=3)
     with pytest.raises(
-        InputError, match=r"^loss\.calibrate or loss\.exponent is not what it was: .*'mini_batches': 3"
+        InputError, match=r"^loss\.calibrate, loss\.exponent .* has changed: .*'mini_batches': 3"
     ):
         state("fspo", calibrate=4).load_state_dict(measured.state_dict())

@@ -67,7 +67,7 @@ def check(checkpoint: Path, parallel: options.Parallel, dtype: torch.dtype) -> N
     for model in (keeps, lends, reference):
         load_hf(model, checkpoint)
     offload = Offload(lends, reference)
-    with pytest.raises(ValueError, match="no use for the rest"):
+    with pytest.raises(ValueError, match="rest=True"):
         offload.hold(weights=False, rest=True)
     for _ in range(2):
         round_of_turns(offload, lends, reference)

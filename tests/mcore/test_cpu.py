@@ -124,7 +124,7 @@ def test_the_head_falls_back_in_words_or_not_at_all(monkeypatch: pytest.MonkeyPa
         (torch.bfloat16, (9, 0), []),
     ):
         machine(capability, *installed)
-        assert "chunks in torch" in (check_head(on_gpu("auto"), dtype) or "")
+        assert "model.head = auto" in (check_head(on_gpu("auto"), dtype) or "")
         with pytest.raises(InputError, match=r"model\.head = triton"):
             check_head(on_gpu("triton"), dtype)
     machine((9, 0), "triton")

@@ -179,7 +179,7 @@ def test_a_calibrator_whose_lengths_say_nothing_keeps_the_papers_exponent() -> N
 def test_the_calibrator_refuses_on_policy_batches_and_foreign_states() -> None:
     calibrator = BandCalibrator()
     s = torch.tensor([0.0, 0.0, 0.0, 0.3])
-    with pytest.raises(ValueError, match="on policy"):
+    with pytest.raises(ValueError, match="on-policy"):
         calibrator.observe(s, torch.ones(4))
     assert calibrator.state_dict()["seen"] == []
     with pytest.raises(ValueError, match=r"'multiple': 2\.0.*'multiple': 3\.0"):
@@ -238,8 +238,8 @@ def test_the_interval_holds_the_exponent_about_as_often_as_it_says() -> None:
     ("change", "words"),
     [
         (lambda s, n, b: (s, n, b.clamp(max=1)), "2 independent groups of sequences"),
-        (lambda s, n, b: (s * 0, n, b), "0 sequences with S other than 0; 64 are needed"),
-        (lambda s, n, b: (s, n * 0 + 50, b), "span too little: 1 bins"),
+        (lambda s, n, b: (s * 0, n, b), "0 sequences have S ≠ 0; at least 64"),
+        (lambda s, n, b: (s, n * 0 + 50, b), "span too little: 1 length bins"),
         (lambda s, n, b: (s, n % 100 + 100, b), r"the longest 1\.\d+ times the shortest"),
     ],
 )

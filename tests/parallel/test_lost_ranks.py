@@ -44,7 +44,7 @@ def test_a_dead_rank_ends_the_others_with_its_name(
     name = f"rank {dead} ("
     for rank in (rank for number, rank in enumerate(ranks) if number != dead):
         assert rank["said"].startswith(name) and f"process {ranks[dead]['pid']})" in rank["said"]
-        assert "was not heard of for" in rank["said"] and f"waited for {waited_for}" in rank["said"]
+        assert "sent no heartbeat for" in rank["said"] and f"waited for {waited_for}" in rank["said"]
         assert SILENCE < rank["seconds"] < 1 + ENOUGH
     if dead == 0:  # whose error is told otherwise
         assert any(f": {name}" in rank["error"] for rank in ranks[1:])

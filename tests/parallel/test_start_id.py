@@ -51,10 +51,10 @@ def test_who_does_not_come_is_named(
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(agree_on_start_id, store, rank, 9, seconds=0.5) for rank in (0, 1)]
-        with pytest.raises(TrainingError, match=r"waited 0\.5 s for the ranks to start; not there: rank 2, "):
+        with pytest.raises(TrainingError, match=r"waited 0\.5 s for the ranks to start; missing: rank 2, "):
             ranks[0].result()
     assert "of rank 2, rank 3, rank 4, rank 5, rank 6 and 2 more" in capsys.readouterr().err
-    with pytest.raises(TrainingError, match="not there: rank 0"):
+    with pytest.raises(TrainingError, match="missing: rank 0"):
         agree_on_start_id(store, 3, 9, seconds=0.1)
 
 

@@ -48,6 +48,6 @@ def test_experts_have_none() -> None:
 
 
 def test_keys_do_nothing_without_a_rank() -> None:
-    with pytest.raises(ValidationError, match=r"lora\.targets does nothing without lora\.rank"):
+    with pytest.raises(ValidationError, match=r"lora\.targets needs lora\.rank"):
         LoRA(targets=("q",))
     LoRA.model_validate(LoRA().model_dump())  # as the config.toml of a run has it

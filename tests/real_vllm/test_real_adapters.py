@@ -111,7 +111,7 @@ def test_a_server_of_another_model_is_noticed(
 
 
 def test_a_server_with_adapters_takes_no_whole_model(server: Served, checkpoint: Path) -> None:
-    assert "takes adapters only" in str(send(server.url, weights(checkpoint).items(), 1))
+    assert "loads adapters only" in str(send(server.url, weights(checkpoint).items(), 1))
 
 
 @pytest.mark.long

@@ -207,5 +207,5 @@ def test_a_package_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match="'math' needs the package math-verify of the extra math"):
         check_reward(Reward(name="math"), max_response_tokens=9)
-    with pytest.raises(InputError, match="a Grader has it"):
+    with pytest.raises(InputError, match="use a Grader"):
         get_reward("math")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from processes_of import gone, workers
 
 from launch import REPO, environment
-from megatron_fspo.rewards.pool import KillablePool, Unfinished, WorkerError
+from megatron_fspo.rewards.pool import Interrupted, KillablePool, Threads, Unfinished, WorkerError
 
 LIMIT = 3.0  # seconds: enough for what ends by itself, on a machine that does much else
 PROGRAM = Path(__file__).with_name("pool_program.py")
@@ -165,10 +166,10 @@ def test_closing_cancels_and_leaves_nothing() -> None:
 
 def test_a_worker_that_does_not_come_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     before = workers()
-    with pytest.raises(RuntimeError, match=r"no worker process starts: .*No module named .no_such_module"):
+    with pytest.raises(RuntimeError, match=r"do not start: .*No module named .no_such_module"):
         KillablePool("no_such_module:do", workers=2, seconds=1.0, memory_gb=0.25)
     monkeypatch.setattr("megatron_fspo.rewards.pool._START_SECONDS", 0.001)
-    with pytest.raises(RuntimeError, match="no worker process starts: TimeoutError"):
+    with pytest.raises(RuntimeError, match="worker processes do not start: TimeoutError"):
         make()
     assert workers() == before
 
@@ -193,3 +194,19 @@ def test_no_worker_outlives_the_program(end: str) -> None:
     assert len(processes) == 2
     assert ("ZeroDivisionError" in errors) == (end == "exception"), errors
     assert gone(processes)
+
+
+def test_an_interrupt_cancels_calls_that_wait() -> None:
+    threads, begun = Threads(1), threading.Event()
+
+    def endless() -> None:
+        begun.set()
+        while True:
+            pass
+
+    running, waiting = threads.submit(endless), threads.submit(list)
+    assert begun.wait(10)
+    threads.interrupt(0.0)
+    assert outcome(running) is Interrupted
+    with pytest.raises(CancelledError):
+        waiting.result(10)

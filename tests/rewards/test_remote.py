@@ -140,7 +140,7 @@ def test_fields_that_are_no_json(verifier: Verifier) -> None:
     with make(verifier) as grader:
         for bad in ({1, 2}, float("nan")):
             found = ask(grader, level=bad).result(timeout=20)
-            assert isinstance(found, Failure) and "fields are no JSON" in found.problem
+            assert isinstance(found, Failure) and "fields as JSON" in found.problem
     assert verifier.asked == []
 
 

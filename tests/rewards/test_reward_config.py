@@ -64,7 +64,7 @@ def test_further_rewards_on_the_command_line(
     [
         ("--reward.also.format=x", "reward.also.format = 'x': "),
         ("--reward.also.format=nan", "reward.also.format = nan: "),
-        ("--reward.also.format=true", "'format' takes neither true nor false"),
+        ("--reward.also.format=true", "'format' must be a number"),
         ("--reward.also.format=0", "'format' is 0"),
         ("--reward.also=3", "reward.also = 3: "),
         ("--reward.also=3 --reward.also.format=1", "reward.also is a section"),

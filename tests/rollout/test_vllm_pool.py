@@ -75,7 +75,7 @@ async def test_nobody_comes_back(
         await pool.generate(requests(3))
     await fakes[0].start()
     check_all(await pool.generate(requests(3)), 3)  # the next batch waits anew
-    assert capfd.readouterr().err.count("no vLLM server serves: http") == 2
+    assert capfd.readouterr().err.count("no vLLM server is available: http") == 2
     assert await pool.generate([]) == []
 
 

@@ -78,7 +78,7 @@ def test_one_wrong_expert_is_enough(data: st.DataObject) -> None:
     place = tuple(data.draw(st.integers(0, size - 1)) for size in routes.shape)
     other = int(routes[(*place[:2], 1 - place[2])])
     routes[place] = data.draw(st.one_of(st.just(other), st.integers(ROUTING.experts, 255)))
-    with pytest.raises(ValueError, match=r"twice|where there are 9"):
+    with pytest.raises(ValueError, match=r"twice|a layer has 9"):
         read_routes(encoded(routes), ROUTING, tokens=TOKENS, versions=1)
 
 

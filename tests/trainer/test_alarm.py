@@ -33,7 +33,7 @@ def test_the_cause_is_named(said: dict[str, Any], situation: str) -> None:
         assert text is None
     else:
         assert f"Likeliest cause: {cause}" in text and "\n" not in text
-        assert "tokens of the present weights, version 5; rollout.mismatch_limit is " in text
+        assert "tokens of the current weights, version 5; rollout.mismatch_limit is " in text
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def test_a_relative_folder_that_is_not_shared(tmp_path: Path) -> None:
     result = train(tmp_path, "runs", f"{MAKE_SUM}/validation.jsonl")
     assert result.returncode != 0
     (line,) = [x for x in result.stderr.splitlines() if x.startswith("megatron-fspo: run.folder")]
-    assert "wrote in runs/one is not seen by rank 1 (" in line and f"started in {tmp_path}/node1)" in line
+    assert "in runs/one that rank 1 (" in line and f"started in {tmp_path}/node1) cannot see" in line
     assert not any((tmp_path / f"node{rank}/runs").exists() for rank in range(2)), "something was written"
 
 

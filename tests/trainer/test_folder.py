@@ -153,7 +153,7 @@ def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(InputError, match=r"run\.folder: /proc/none/one cannot be written"):
         check_writable(Path("/proc/none/one"), probe=True)  # root may write there, says os.access
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"run\.folder: .*/file/one cannot be made: .*/file is a file"):
+    with pytest.raises(InputError, match=r"run\.folder: .*/file/one cannot be created: .*/file is a file"):
         check_writable(tmp_path / "file/one")
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write everywhere
     with pytest.raises(InputError, match=r"run\.folder: .*/runs/one cannot be written: .* is read-only"):

@@ -124,7 +124,7 @@ def test_a_hostile_checkpoint_runs_no_code_on_resume(folder: Path, tmp_path: Pat
     config = (folder / "hostile/config.toml").read_text()
     result = run(folder, "hostile", "--run.steps", "3", *COMMON[2:], "--resume")
     assert result.returncode != 0
-    assert f"megatron-fspo: {data / '.metadata'} is damaged or not to be trusted" in result.stderr
+    assert f"megatron-fspo: {data / '.metadata'} is damaged or unsafe" in result.stderr
     assert not (tmp_path / "ran").exists()
     assert (folder / "hostile/config.toml").read_text() == config
 

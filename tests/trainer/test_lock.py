@@ -86,7 +86,7 @@ def test_another_machine_that_refreshes_is_left_alone(tmp_path: Path, quick: Non
     lines: list[str] = []
     with pytest.raises(InputError, match="in use by process 4711 on node-7, job 99, since"):
         FolderLock(tmp_path, pause=lambda: os.utime(tmp_path / LOCK), say=lines.append)
-    assert len(lines) == 1 and "looking for 60 s whether it lives" in lines[0]
+    assert len(lines) == 1 and "for 60 s whether it lives" in lines[0]
     assert read_owner(tmp_path) == ELSEWHERE
 
 

@@ -83,7 +83,7 @@ def test_merging_into_bfloat16_is_said_to_lose_some(made: Path) -> None:
     words = [*WORDS, *ONE, "--model.dtype", "bfloat16", "--optimizer.lr", "1e-5"]
     done = run(made, "rounded", *words, nproc=1)
     assert done.returncode == 0, why(done.stderr)
-    (said,) = (line for line in done.stdout.splitlines() if "rounding took" in line)
+    (said,) = (line for line in done.stdout.splitlines() if "rounding lost" in line)
     base, hf = load_file(BASE), load_file(made / "rounded/hf/model.safetensors")
     adapter = load_file(made / "rounded/adapter/adapter_model.safetensors")
     lost = added = 0.0

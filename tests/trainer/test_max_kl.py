@@ -41,7 +41,7 @@ def test_beyond_it_the_row_so_far_is_written_and_all_is_named(tmp_path: Path, jo
     assert saved == mock.call.end_save(wait=True, prune=False), "a checkpoint being written is not lost"
     metrics = {"reward": 0.5, "actor/ppo_kl": pytest.approx(0.3), "fspo/kl_k3": 1e7}
     assert row == mock.call.log.step(5, metrics)
-    assert error.startswith("step 5, optimizer step 3 of it: the policy is 0.3 nats per token (actor/ppo_kl)")
+    assert error.startswith("step 5, optimizer step 3: the policy is 0.3 nats per token (actor/ppo_kl)")
     assert "optimizer.max_kl allows 0.25" in error
     assert (f"The last checkpoint is {tmp_path}/one/checkpoints/step_000004" in error) == there
     assert ("There is no checkpoint yet" in error) != there

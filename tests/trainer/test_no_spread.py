@@ -79,7 +79,7 @@ def test_only_steps_in_a_row_count(tmp_path: Path, capsys: pytest.CaptureFixture
     for rewards in (FLAT, FLAT, SPREAD, FLAT, FLAT):
         run.learn(rewards)
     assert "prompt" not in capsys.readouterr().out.split("step    3/300")[1].split("step 4: all")[0]
-    with pytest.raises(RewardError, match=r"all 4 rewards are 0, and 3 steps in a row .*_spread = 3; 0:"):
+    with pytest.raises(RewardError, match=r"all 4 rewards are 0, and 3 steps in a row .*_spread = 3;"):
         run.learn(FLAT)
 
 

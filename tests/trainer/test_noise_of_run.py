@@ -54,7 +54,7 @@ def test_without_updates_it_is_not_known(file: str) -> None:
     ("words", "said"),
     [
         (["--model.dtype", "float32"], r"the noise in S of this run is repeat \(float32\)"),
-        (["--rollout.temperature", "0.7"], "measured with rollout.temperature = 1.0, this run has 0.7"),
+        (["--rollout.temperature", "0.7"], "rollout.temperature = 1.0, but this run has 0.7"),
         ([*SAMPLED, "--rollout.engine", "vllm"], "measured with rollout.engine = embedded"),
     ],
 )

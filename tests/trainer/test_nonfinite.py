@@ -64,7 +64,7 @@ def test_too_many_stop_the_run_before_the_weights_move(found: dict[str, Any], la
     for rank in found[layout]["many"]:
         assert rank["untouched"] and len(rank["said"]) == len(MANY)
         assert "4 of 9 sequences of one optimizer step are not finite" in rank["raised"]
-        assert "loss.max_nonfinite_share allows 0.3. The weights are those of before" in rank["raised"]
+        assert "loss.max_nonfinite_share allows 0.3. The weights are those before" in rank["raised"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

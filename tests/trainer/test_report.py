@@ -257,7 +257,7 @@ def test_the_exponent_has_an_interval_or_a_reason(tmp_path: Path) -> None:
     low, high = found.interval
     assert low < found.value < high and low < 0.5 < high, "S is a random walk there"
     alike = records_from([5] * 8, [False] * 8, [False] * 8, [1.0] * 8, sums=[0.1] * 8)
-    assert exponent_of(alike) == "1 independent groups of sequences; an interval needs 3"
+    assert exponent_of(alike) == "1 independent groups of sequences; an interval needs at least 3"
 
 
 def test_routers_have_pictures(tmp_path: Path) -> None:

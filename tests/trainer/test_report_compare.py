@@ -86,7 +86,7 @@ def test_what_cannot_be_compared(
         (["--compare", one, other, f"{one}/../one"], f"{one} is there twice"),
         (["--compare", one, str(tmp_path / "empty")], f"{tmp_path / 'empty'}: holds no metrics.jsonl"),
         (["--compare", one, str(begun)], f"{begun}: has made no step"),
-        ([one, "--out", "x"], "--out: only with --compare"),
+        ([one, "--out", "x"], "--out needs --compare"),
         ([], "name the folder of a run"),
     ):
         assert main(["report", *words]) != 0

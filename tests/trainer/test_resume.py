@@ -45,14 +45,12 @@ def test_a_damaged_checkpoint_names_the_one_before_and_auto_takes_it(made: Path)
     refused = run(made, "damaged", *extra, nproc=1)
     (line,) = refused.stderr.splitlines()
     assert "checkpoints/step_000002/torch_dist/__0_0.distcp is damaged" in line
-    assert (
-        "The checkpoint before it is" in line and "step_000001: go on from there with --resume auto" in line
-    )
+    assert "The checkpoint before it is" in line and "step_000001: use --resume auto" in line
     assert contents(made / "damaged") == before, "a refused run wrote into the folder"
 
     went_on = run(made, "damaged", *extra, "auto", nproc=1)
     assert went_on.returncode == 0, why(went_on.stderr)
-    assert "It is now step_000002.damaged, and the run goes on from the one before" in went_on.stdout
+    assert "Renamed it to step_000002.damaged;" in went_on.stdout
     assert [row["step"] for row in rows(made, "damaged")] == [1, 2, 3]
     names = sorted(path.name for path in (made / "damaged/checkpoints").iterdir())
     assert names == ["step_000002", "step_000002.damaged", "step_000003"]

@@ -49,7 +49,7 @@ def test_a_reward_that_raises_ends_in_one_line_and_is_resumed_once_mended(tmp_pa
     assert line.startswith("megatron-fspo: step 2: reward 'reward_worker:raises' raised TypeError: ")
     assert f"({WORKER}:" in line
     prompt = f"on prompt {found['prompt_index']}, response {found['sample']}"
-    assert line.endswith(f"{prompt} (written to {path}); --resume goes on after step 1")
+    assert line.endswith(f"{prompt} (written to {path}); --resume continues after step 1")
     assert found["problem"] in line and found["reward"] == "reward_worker:raises"
     assert found["traceback"][-1].startswith("TypeError: ") and str(WORKER) in "".join(found["traceback"])
     assert found["prompt"] == f"^{found['answer']}=" and found["token_ids"] and found["prompt_token_ids"]

@@ -157,7 +157,7 @@ def test_a_rule_that_leaves_little_is_told_with_its_remedy(name: str) -> None:
     metrics = {"rollout/correction_weight_mean": 0.3, "rollout/correction_ess": 0.8}
     metrics |= {"rollout/mismatch_sigma": 0.0138, "rollout/mismatch_outliers": 0.01}
     text = little_is_left(WEIGHTS[name][0], metrics) or ""
-    assert re.search(rf"correction.name = {name} .* 0.3, .* 80% .* 0.014, .* 1.0%", text)
+    assert re.search(rf"correction.name = {name} .* 0.3 .* 80% .* 0.014, .* 1.0%", text)
     assert ("correction.c = 0.055" in text) == (name not in ("token_tis", "icepop"))
     assert "40%" in (little_is_left(WEIGHTS[name][0], metrics | {"rollout/correction_ess": 0.4}) or "")
     for enough in (0.5, math.nan):  # NaN: nothing was in a pack

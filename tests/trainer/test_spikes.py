@@ -66,15 +66,15 @@ def test_spikes_on_one_rank_are_skipped_by_all_and_end_the_run_across_a_resume(t
     assert [number for number, one in enumerate(found[0], 1) if one["skipped"]] == [9, 11, 12]
     assert [number for number, one in enumerate(found[0], 1) if not one["moved"]] == [9, 11, 12]
     assert [row["actor/skipped_updates"] for row in rows(tmp_path, "run")] == [0, 0, 3]
-    assert "step 3, optimizer step 1 of it: skipped, as the gradient norm is " in result.stdout
+    assert "step 3, optimizer step 1: skipped because the gradient norm is " in result.stdout
     assert "(in a row: 2)" in result.stdout
 
     shutil.copytree(tmp_path / "run", tmp_path / "again")
     result, found = train(tmp_path, "run", "1", "--run.steps", "4", "--resume")
     assert result.returncode == 1
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("megatron-fspo: step 4")]
-    assert line.startswith("megatron-fspo: step 4, optimizer step 1 of it: the gradient norm is ")
-    assert "a spike in 3 steps in a row" in line and "optimizer.max_skips allows 2" in line
+    assert line.startswith("megatron-fspo: step 4, optimizer step 1: the gradient norm is ")
+    assert "spike 3 in a row" in line and "optimizer.max_skips allows 2" in line
     assert f"The last checkpoint is {tmp_path}/run/checkpoints/step_000003" in line
     assert rows(tmp_path, "run")[-1]["step"] == 4
 

@@ -165,5 +165,5 @@ def test_slow_ranks_are_named_by_host() -> None:
     paces = [Pace(1.0, 0, f"node-{rank // 4}", 0) for rank in range(8)]
     found = lines({0: 2, 4: 3, 5: 4, 7: 3}, [1.0] * 4 + [1.4, 1.5, 1.0, 1.3], paces)
     assert list(found) == ["node-1"]
-    assert found["node-1"].startswith("ranks 4-5, 7 on node-1 needed 1.50 times")
+    assert found["node-1"].startswith("ranks 4-5, 7 on node-1 took 1.50 times")
     assert "for 3 steps" in found["node-1"]

@@ -164,7 +164,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     [
         (["--layouts", "tp2.xp2"], ["layout tp2.xp2", "'xp2'", "tpN, sp, ppN"]),
         (["--layouts", "tp3"], ["layout tp3", "a multiple of 3 ranks, not 1"]),
-        (["--nproc", "4", "--layouts", "tp2", "tp2.dp4"], ["layout tp2.dp4 is for 8 ranks, not 4"]),
+        (["--nproc", "4", "--layouts", "tp2", "tp2.dp4"], ["layout tp2.dp4 needs 8 ranks, not 4"]),
         (["--nproc", "8", "--layouts", "tp8"], ["parallel.tensor = 8", "num_key_value_heads 4"]),
         (["--nproc", "0"], ["--nproc 0"]),
         (["--config", RUN, "--nproc", "3"], ["a multiple of 2 ranks, not 3"]),
@@ -182,6 +182,6 @@ def test_what_does_not_fit_is_refused_in_one_line(
 def test_a_precision_that_a_layout_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
     """Only it would leave nothing to check: refused by name, left out of --all."""
     assert main(["verify", "--nproc", "2", "--layouts", "dp2.do", "--dtype", "float64"]) == 2
-    assert "dp2.do has a distributed optimizer, which knows no float64" in capsys.readouterr().err
+    assert "the distributed optimizer of dp2.do has no float64" in capsys.readouterr().err
     planned = plan(None, None, ["float64"], use_all=True, world_size=2)
     assert planned.layouts and not any(one.parallel.distributed_optimizer for one in planned.layouts)

@@ -56,7 +56,7 @@ def test_errors_at_the_limit_pass_and_errors_above_it_do_not() -> None:
 
 
 def test_counts_of_sequences_and_tokens() -> None:
-    assert only(replace(OUTCOME, tokens=7)) == ("tokens", "(7 are in the loss, the responses have 5)")
+    assert only(replace(OUTCOME, tokens=7)) == ("tokens", "(7 tokens are in the loss; the responses have 5)")
     for seen, figures in (([1, 0, 1], "(1)"), ([1, 2, 1], "(1)"), ([0, 1, 2], "(0, 2)")):
         assert only(replace(OUTCOME, seen=torch.tensor(seen))) == ("sequences", figures)
 
@@ -173,7 +173,7 @@ ALL_BUT_THE_HEAD = [name for name in NAMES if name != "lm_head.weight"]
 def some(*names: str, on: str = "tp2.cp2", tied: bool = False) -> tuple[str, str]:
     """Cause, and the first of the parameters as backward comes to them."""
     name, line = only(errors=with_gradients(dict.fromkeys(names, wrong()), tied=tied), on=on)
-    return name, line.partition("first on the way back: ")[2].partition(";")[0]
+    return name, line.partition("first in the backward pass: ")[2].partition(";")[0]
 
 
 def layer_1(*modules: str) -> list[str]:
@@ -223,7 +223,7 @@ def test_collectives(on: str, tensor: int, context: int) -> None:
     assert diagnose(replace(OUTCOME, collectives=right), on=on) == []
     for group, limit in (("tp", tensor), ("cp", context)):
         found = only(replace(OUTCOME, collectives=right | {group: limit + 0.25}), on=on)
-        assert found == ("collectives", f"({limit + 0.25:.4g} over {group}, where {limit} would do)")
+        assert found == ("collectives", f"({limit + 0.25:.4g} over {group}, but {limit} suffice)")
 
 
 def test_causes_come_before_consequences() -> None:

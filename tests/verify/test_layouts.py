@@ -80,8 +80,8 @@ def test_a_word_that_is_none_is_named(word: str) -> None:
     [
         ("tp3", 4, "a multiple of 3 ranks, not 4"),
         ("tp2.pp2.cp2", 4, "a multiple of 8 ranks, not 4"),
-        ("tp2.dp2", 8, "for 4 ranks, not 8"),
-        ("dp2", 1, "for 2 ranks, not 1"),
+        ("tp2.dp2", 8, "needs 4 ranks, not 8"),
+        ("dp2", 1, "needs 2 ranks, not 1"),
         ("sp", 2, "sp needs tp of at least 2"),
         ("vpp2.cp2", 2, "vpp needs pp of at least 2"),
         ("pp2.ep4", 4, "ep4 does not divide the 2 ranks of a pipeline stage"),

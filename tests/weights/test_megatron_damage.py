@@ -108,7 +108,7 @@ def test_a_hostile_pickle_does_not_run(
     trace, folder = tmp_path / "trace", tmp_path / "megatron"
     shutil.copytree(sound, folder)
     path = put(folder, payload(trace))
-    reason = f"{path} is damaged or not to be trusted"
+    reason = f"{path} is damaged or unsafe"
     refused(lambda: to_hf(folder, tmp_path / "out"), tmp_path, reason)
     assert not trace.exists()
     # What a trusting reader does would have run it.
@@ -155,21 +155,21 @@ def odd_chunk(index: Metadata) -> None:
 
 DAMAGE: dict[str, tuple[Damage, list[str]]] = {
     "truncated .distcp": (cut(-1000, FIRST), [f"{FIRST} is truncated"]),
-    "missing .distcp": (lambda f: (f / FIRST).unlink(), [f"{FIRST} not found; it holds"]),
+    "missing .distcp": (lambda f: (f / FIRST).unlink(), [f"{FIRST} is missing; it contains"]),
     "garbage in the .distcp": (
         lambda f: (f / FIRST).write_bytes(b"x" * (f / FIRST).stat().st_size),
         [f"{FIRST} is damaged"],
     ),
-    "flipped bit": (flip, ["model.norm.weight is not what the manifest.json beside it says"]),
-    "missing .metadata": (lambda f: (f / DATA / ".metadata").unlink(), [".metadata not found"]),
+    "flipped bit": (flip, ["model.norm.weight differs from manifest.json"]),
+    "missing .metadata": (lambda f: (f / DATA / ".metadata").unlink(), [".metadata is missing"]),
     "truncated .metadata": (cut(999, DATA / ".metadata"), [".metadata is damaged"]),
     "a .metadata of something else": (
         lambda f: (f / DATA / ".metadata").write_bytes(pickle.dumps({"a": 1})),
-        [".metadata does not hold the index"],
+        [".metadata is not the index"],
     ),
     "a .metadata with other places": (
         edit(lambda i: i.storage_data.update(dict.fromkeys(i.storage_data, "__0_0.distcp"))),
-        [".metadata does not hold the index"],
+        [".metadata is not the index"],
     ),
     "path out of the folder": (placed(relative_path="../config.json"), [".metadata: '../config.json'"]),
     "missing key": (edit(lambda i: i.state_dict_metadata.pop(NORM)), [f".metadata has no {NORM}"]),
@@ -182,10 +182,10 @@ DAMAGE: dict[str, tuple[Damage, list[str]]] = {
         edit(lambda i: i.state_dict_metadata[FC1].chunks.pop(1)),
         [f".metadata: chunks cover 0 of 480 values of {FC1} at (0, 24, 0)"],
     ),
-    "chunk of other dimensions": (edit(odd_chunk), [f".metadata: {NORM} is (20,)", "(1, 20) at (0, 0)"]),
+    "chunk of other dimensions": (edit(odd_chunk), [f".metadata: {NORM} of shape (20,)", "(1, 20) at"]),
     "chunk in no file": (
         edit(lambda i: i.storage_data.pop(MetadataIndex(NORM, torch.Size([0])))),
-        [f".metadata: no file for {NORM}"],
+        [f".metadata: no file is listed for {NORM}"],
     ),
     "compressed": (placed(transform_descriptors=["zstd"]), [f"{FIRST}", "is compressed"]),
     "entry of another shape": (another_entry(torch.zeros(21)), [f"new.distcp: {NORM}"]),

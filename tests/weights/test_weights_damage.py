@@ -149,7 +149,7 @@ FILES: dict[str, tuple[Damage, list[str]]] = {
         lambda f: (f / ONE).write_bytes(b"\xff" * 8 + (f / ONE).read_bytes()[8:]), [f"{ONE} is truncated"],
     ),
     "a pickle": (lambda f: torch.save({"w": 1}, f / ONE), [f"{ONE} is truncated"]),
-    "missing tensor": (edit_tensor(Q, lambda t: None), [f"has no tensor {Q};"]),
+    "missing tensor": (edit_tensor(Q, lambda t: None), [f"has no tensor {Q}, "]),
     "extra tensor": (edit_tensor("score.weight", lambda t: t), [f"{ONE} has score.weight"]),
     "extra layer": (edit_tensor(Q.replace(".1.", ".2."), lambda t: t), [f"{ONE} has model.layers.2.self"]),
     "fewer layers in the config": (config(num_hidden_layers=1), [f"{ONE} has model.layers.1."]),
@@ -171,7 +171,7 @@ FILES: dict[str, tuple[Damage, list[str]]] = {
     "stale single file": (
         sharded(lambda f, m: shutil.copy(f / "a.safetensors", f / ONE)), [f"has both {ONE} and {INDEX}"],
     ),
-    "missing shard": (sharded(lambda f, m: (f / "b.safetensors").unlink()), ["b.safetensors not", INDEX]),
+    "missing shard": (sharded(lambda f, m: (f / "b.safetensors").unlink()), ["b.safetensors is", INDEX]),
     "index names a lost tensor": (
         sharded(lambda f, m: write_index(f, m | {"x": "a.safetensors"})), [INDEX, "a.safetensors", "x"],
     ),
@@ -239,7 +239,7 @@ def test_a_tied_checkpoint_may_repeat_its_embedding(tmp_path: Path, caplog: pyte
     save_file(original | {"lm_head.weight": repeated}, folder / ONE)
     with caplog.at_level(logging.INFO, "megatron_fspo"):
         parameters = load(folder, tied=True)
-    assert "lm_head.weight repeats the tied model.embed_tokens.weight" in caplog.text
+    assert "lm_head.weight duplicates the tied model.embed_tokens.weight" in caplog.text
     assert_bits(dict(export(folder, [parameters])), original)
     to_megatron(folder, tmp_path / "megatron")
     to_hf(tmp_path / "megatron", tmp_path / "back")

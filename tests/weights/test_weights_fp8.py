@@ -110,7 +110,7 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
         edit_tensor(Q, lambda t: t.float().fill_(torch.nan).to(t.dtype)),
         f"{Q} is not finite in bfloat16",
     ),
-    "no quantization_config": (config(quantization_config=...), "FP8 weights, but its config.json"),
+    "no quantization_config": (config(quantization_config=...), "no quantization_config"),
     "no object": (config(quantization_config="fp8"), "config.json: quantization_config "),
     **{
         f"{key} = {value}": (

@@ -119,7 +119,7 @@ BAD: dict[str, tuple[Bad, str]] = {
     "foreign": (lambda t: (t | {"x": t[Q]}).items(), r"x: not a tensor"),
     "padded": (
         lambda t: (t | {"lm_head.weight": torch.zeros(1280, 20)}).items(),
-        rf"lm_head.weight: shape \(1280, 20\).* \({VOCAB}, 20\)",
+        rf"lm_head.weight: .* shape \(1280, 20\).* \({VOCAB}, 20\)",
     ),
     "NaN": (lambda t: (t | {Q: t[Q] * torch.nan}).items(), rf"{Q} is not finite in float32"),
 }

@@ -1,1 +1,1 @@
-"""Samples from vLLM servers over HTTP. Nothing here imports vLLM."""
+"""Client of vLLM servers over HTTP. Nothing here imports vLLM."""

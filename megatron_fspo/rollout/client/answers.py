@@ -1,10 +1,10 @@
-"""Answers of a vLLM server, read with suspicion. No I/O.
+"""Parses and strictly validates answers of a vLLM server. No I/O.
 
-A log-prob that belongs to another token, or a response cut short, would train the policy on what it did not
-do and show nowhere. So an answer is either exactly what was asked for, or a :class:`BadAnswer`.
+A log-prob of another token or a truncated response would silently train the policy on wrong data. So an
+answer is either exactly what was requested, or a :class:`BadAnswer`.
 
-One process reads the answers of all servers while it trains, so reading has to be cheap: msgspec checks types
-as it decodes, and makes nothing of what is not named here.
+One process parses the answers of all servers while it trains, so parsing must be cheap: msgspec checks types
+while it decodes, and skips fields that are not declared here.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from megatron_fspo.rollout.sampling import kept
 from megatron_fspo.types import Completion, SamplingParams, VersionSpan
 
 FIRST_VERSION = "default"
-"""Name that vLLM gives the weights that it started with: version 0."""
+"""vLLM's name of the weights that it started with; becomes version 0."""
 
-_ROUNDING = 1e-6  # nats: a fp32 log-softmax of a certain token may come out this far above 0
+_ROUNDING = 1e-6  # nats: rounding may lift a fp32 log-softmax of a certain token this far above 0
 _MINUS_INFINITY = -9999.0  # vLLM writes this for −∞ and NaN
 
 
 class BadAnswer(TrainingError):
-    """A server answered something that cannot be trained on. :class:`Server` adds its name."""
+    """A server's answer is unusable. :class:`Server` adds its URL to the message."""
 
 
 class StoppedElsewhere(BadAnswer):
-    """The response ends where a stop string is in the server's text, and not in ours."""
+    """The response ends at a stop string that is in the server's text but not in ours."""
 
 
-# Python's garbage collector need not walk through one object per token.
+# With gc=False, Python's garbage collector does not traverse one object per token.
 class _LogProb(Struct, gc=False):
     logprob: float
 
@@ -85,31 +85,27 @@ _ANYTHING = msgspec.json.Decoder()
 
 
 def parse(body: bytes) -> object:
-    """The JSON of an answer; None for an empty one, which several routes send.
-
-    Raises:
-        BadAnswer: not JSON, or cut off.
-    """
+    """Return the JSON of an answer; None for an empty one, as several routes send. Raises ``BadAnswer``."""
     return _decode(_ANYTHING, body) if body else None
 
 
 def read_completion(body: bytes, params: SamplingParams, prompt_length: int) -> Completion:
-    """The one completion of an answer of ``/inference/v1/generate``.
+    """Return the one completion of an answer of ``/inference/v1/generate``.
+
+    A server may continue after a stop string: the further tokens are cut off. Unusable routes become None.
 
     Args:
         body: JSON of the answer.
-        params: what was asked for; ``n`` is not looked at, a request asks for one. With stop strings a server
-            may go on where it should stop: what it sampled after them is cut off. Routes that are not
-            believed become None.
-        prompt_length: tokens of the prompt.
+        params: sampling parameters of the request; ``n`` is ignored.
+        prompt_length: number of prompt tokens.
 
     Raises:
-        StoppedElsewhere: see there.
-        BadAnswer: anything else but that completion.
+        StoppedElsewhere: the server stopped at a string that our text does not contain.
+        BadAnswer: the answer is anything else than such a completion.
     """
     choices = _checked(_decode(_GENERATED, body)).choices
     if len(choices) != 1:
-        raise BadAnswer(f"{len(choices)} choices where 1 was asked for")
+        raise BadAnswer(f"{len(choices)} choices, expected 1")
     (choice,) = choices
     token_ids = choice.token_ids
     end = kept(token_ids, params)
@@ -117,7 +113,7 @@ def read_completion(body: bytes, params: SamplingParams, prompt_length: int) -> 
     log_probs = _log_probs(choice.logprobs.content, token_ids)
     spans = _spans(choice.weight_versions, len(token_ids))
     if params.temperature == 0:
-        # A greedy choice is certain. vLLM reports the log-prob at temperature 1.
+        # A greedy choice has probability 1, but vLLM reports the log-prob at temperature 1.
         log_probs = [0.0] * len(token_ids)
     routes, problem = None, ""
     if params.routing is not None:
@@ -141,11 +137,8 @@ def read_completion(body: bytes, params: SamplingParams, prompt_length: int) -> 
 
 
 def read_prompt_log_probs(body: bytes, token_ids: Sequence[int]) -> list[float]:
-    """Log-prob of each of a prompt's N tokens but the first, given those before it, in nats: N − 1 numbers.
-
-    Raises:
-        BadAnswer: anything but these log-probs.
-    """
+    """Return the log-probs, in nats, of a prompt's N tokens but the first: N − 1 numbers. Raises
+    ``BadAnswer`` if the answer is anything else."""
     entries = _checked(_decode(_SCORED, body)).prompt_logprobs
     if len(entries) != len(token_ids):
         raise BadAnswer(f"{len(entries)} prompt log-probs for {len(token_ids)} tokens")
@@ -162,13 +155,13 @@ def _decode(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise BadAnswer(f"the answer is not what was asked for: {error}") from None
+        raise BadAnswer(f"the answer has the wrong format: {error}") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise BadAnswer(f"the answer of {len(body)} bytes is not JSON ({error})") from None
 
 
 def _checked(answer: _A) -> _A:
-    """An answer of the policy."""
+    """Return the answer if it is the policy's and not an error, else raise :class:`BadAnswer`."""
     if answer.error is not None:
         raise BadAnswer(f"the answer is an error: {_short(answer.error)}")
     if answer.model != MODEL:
@@ -177,20 +170,20 @@ def _checked(answer: _A) -> _A:
 
 
 def _check_end(token_ids: list[int], reason: str, params: SamplingParams, *, stopped: bool) -> None:
-    """Check that it ends where it was to; ``stopped``: there is a stop string in the response."""
+    """Check that the response ends where it should. ``stopped``: it contains a stop string."""
     if not token_ids:
-        raise BadAnswer("no token in the completion")
+        raise BadAnswer("the completion has no tokens")
     count = len(token_ids)
     stops = sorted(token_ids.index(token) for token in params.stop_token_ids if token in token_ids)
     if count > params.max_tokens:
-        raise BadAnswer(f"{count} tokens where at most {params.max_tokens} were asked for")
+        raise BadAnswer(f"{count} tokens, expected at most {params.max_tokens}")
     if stops and stops[0] < count - 1:
         raise BadAnswer(f"stop token {token_ids[stops[0]]} at position {stops[0]} of {count}, not at the end")
-    if stopped:  # the rest is cut off
+    if stopped:  # the caller cuts off the rest
         return
     if reason == "stop" and not stops:
         kind = StoppedElsewhere if params.stop else BadAnswer
-        raise kind(f"finish_reason 'stop' without a stop token: the last is {token_ids[-1]}")
+        raise kind(f"finish_reason 'stop' without a stop token: the last token is {token_ids[-1]}")
     if reason == "length" and stops:
         raise BadAnswer(f"finish_reason 'length' with stop token {token_ids[-1]} at the end")
     if reason == "length" and count < params.max_tokens:
@@ -203,28 +196,28 @@ def _log_probs(content: list[_Token], token_ids: list[int]) -> list[float]:
     named = [entry.token_id for entry in content]
     if named != token_ids:
         i = next(i for i, token in enumerate(token_ids) if named[i] != token)
-        raise BadAnswer(f"log-prob {i} is of token {named[i]}, the token is {token_ids[i]}")
+        raise BadAnswer(f"log-prob {i} is of token {named[i]}, but the token is {token_ids[i]}")
     log_probs = [entry.logprob for entry in content]
     _check_range(log_probs, "token", first=0)
     return log_probs
 
 
 def _check_range(log_probs: Sequence[float], what: str, *, first: int) -> None:
-    """``first``: number of the first, for the message."""
+    """Check that log-probs are finite and at most 0. ``first``: position of the first, for the message."""
     for worst in (min(log_probs, default=0.0), max(log_probs, default=0.0)):
         if not _MINUS_INFINITY < worst <= _ROUNDING:
             i = first + log_probs.index(worst)
-            raise BadAnswer(f"the log-prob of {what} {i} is {worst}, not a finite number up to 0")
+            raise BadAnswer(f"the log-prob of {what} {i} is {worst}, not a finite number ≤ 0")
 
 
 def _spans(entries: list[_Span], count: int) -> tuple[VersionSpan, ...]:
     spans, position = [], 0
     for entry in entries:
         if entry.start != position or entry.end <= entry.start:
-            raise BadAnswer(f"weight_versions: {entry.start} to {entry.end} where {position} comes next")
+            raise BadAnswer(f"weight_versions: {entry.start} to {entry.end} is no span from {position} on")
         digits = entry.version.isascii() and entry.version.isdigit() and len(entry.version) <= 18
         if not digits and entry.version != FIRST_VERSION:
-            raise BadAnswer(f"weight version {_short(entry.version)}, not a number or {FIRST_VERSION!r}")
+            raise BadAnswer(f"weight version {_short(entry.version)} is not a number or {FIRST_VERSION!r}")
         version = int(entry.version) if digits else 0
         spans.append(VersionSpan(version=version, start=entry.start, end=entry.end))
         position = entry.end
@@ -234,9 +227,9 @@ def _spans(entries: list[_Span], count: int) -> tuple[VersionSpan, ...]:
 
 
 def _short(value: object) -> str:
-    """A value on one line, for a message."""
+    """Return a value on one line, for a message."""
     try:
         text = repr(value)
-    except RecursionError:  # lists in lists in lists
+    except RecursionError:  # deeply nested lists
         text = f"a {type(value).__name__}"
     return text if len(text) <= 120 else text[:120] + "…"

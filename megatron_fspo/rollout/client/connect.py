@@ -1,4 +1,4 @@
-"""Makes what talks to the servers, from the configuration's ``[vllm]`` section."""
+"""Creates the client of the servers from the configuration's ``[vllm]`` section."""
 
 from __future__ import annotations
 
@@ -24,42 +24,42 @@ from megatron_fspo.rollout.links import listen
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What every server must have been started for."""
+    """Features that every server must have been started with."""
 
     routes: bool = False
-    """To return the experts of every token."""
+    """Return the experts of each token."""
     lora_rank: int = 0
-    """To serve adapters of this rank; 0: the whole model is sent."""
+    """Serve adapters of this rank; 0: the whole model is sent."""
 
 
 _INFO = "server_info?config_format=json"
-LARGEST_TEMPERATURE = 2.0  # vLLM refuses more
+LARGEST_TEMPERATURE = 2.0  # vLLM's limit
 
 
 def check_options(options: VLLM, temperatures: Mapping[str, float], *, cuda: bool) -> None:
-    """Refuse what cannot work, before any server is asked, as ``InputErrors``. ``temperatures`` that will be
-    sampled at are by key of the configuration; ``cuda``: the trainer's tensors are on a GPU."""
+    """Raise ``InputErrors`` for options that cannot work, without contacting servers. ``temperatures``:
+    configuration key → sampling temperature; ``cuda``: the trainer's tensors are on a GPU."""
     problems = []
     urls = [server.url for server in _servers(options.urls, http_client())]
     twice = next((url for i, url in enumerate(urls) if url in urls[:i]), None)
     if twice is not None:
         problems.append(f"vllm.urls names {twice} twice")
     if options.transfer == "disk" and options.folder is None:
-        problems.append("vllm.transfer = disk needs vllm.folder, which trainer and servers share")
+        problems.append("vllm.transfer = disk needs vllm.folder, a folder that trainer and servers share")
     if options.transfer == "nccl" and not cuda:
-        problems.append("vllm.transfer = nccl needs a trainer on GPUs; gloo and disk work everywhere")
+        problems.append("vllm.transfer = nccl needs a trainer on GPUs: use gloo or disk")
     far = _far(urls)
     if options.transfer != "disk" and far and options.address and is_loopback(options.address):
-        problems.append(f"vllm.address = {options.address}: {far} does not reach that: name what it sees")
+        problems.append(f"vllm.address = {options.address}: set an address that {far} can reach")
     for key, temperature in temperatures.items():
         if temperature > LARGEST_TEMPERATURE:
-            problems.append(f"{key} = {temperature}: vLLM takes at most {LARGEST_TEMPERATURE:g}")
+            problems.append(f"{key} = {temperature}: vLLM allows at most {LARGEST_TEMPERATURE:g}")
     if problems:
         raise InputErrors(problems)
 
 
 async def absent_servers(options: VLLM, needs: Needs) -> list[str]:
-    """A line for each server that does not answer within seconds, or cannot do what is needed."""
+    """Return a line for each server that does not answer within seconds, or does not meet ``needs``."""
     urls = options.urls if options.discovery is None else announced(options.discovery)
     async with http_client() as http:
         servers = _servers(urls, http)
@@ -67,14 +67,14 @@ async def absent_servers(options: VLLM, needs: Needs) -> list[str]:
         there = [server for server, well in zip(servers, answered, strict=True) if well]
         lacking = await _lacking(there, needs)
     return lacking + [
-        f"vllm.urls: no server answers at {server.url}; `megatron-fspo serve` starts one"
+        f"vllm.urls: no server answers at {server.url}: start one with `megatron-fspo serve`"
         for server in servers
         if server not in there
     ]
 
 
 async def _lacking(servers: Sequence[Server], needs: Needs) -> list[str]:
-    """A line for each server, and each need that it does not meet."""
+    """Return a line for each need that a server does not meet."""
     if needs == Needs():
         return []
     answers: list[Any] = await asyncio.gather(*(server.get(_INFO) for server in servers))
@@ -83,22 +83,22 @@ async def _lacking(servers: Sequence[Server], needs: Needs) -> list[str]:
         routes = _told(answer, "vllm_config", "aux_output_config", "enable_return_routed_experts")
         rank = _told(answer, "vllm_config", "lora_config", "max_lora_rank")
         if needs.routes and routes is not True:
-            lines.append(f"moe.replay = rollout: {server.url} returns no routes; `serve --routes` does")
+            lines.append(f"moe.replay = rollout: {server.url} returns no routes: use `serve --routes` there")
         if needs.lora_rank > (rank if isinstance(rank, int) else 0):
             serve = f"`megatron-fspo serve --lora-rank {needs.lora_rank}`"
-            lines.append(f"lora.rank: {server.url} takes no adapters of this rank; {serve} does")
+            lines.append(f"lora.rank: {server.url} serves no adapters of this rank: start it with {serve}")
     return lines
 
 
 def _told(answer: Any, *path: str) -> Any:
-    """What stands in an answer under these keys, one in the other; None if nothing does."""
+    """Return the value of an answer under these nested keys; None if there is none."""
     for key in path:
         answer = answer.get(key) if isinstance(answer, dict) else None
     return answer
 
 
 def connect(options: VLLM, vocab_size: int) -> Leader:
-    """Make what the first rank has. The API key comes from ``VLLM_API_KEY``, and goes nowhere else."""
+    """Create the first rank's client. The API key comes from ``VLLM_API_KEY`` and is sent to servers only."""
     http, folder = http_client(), options.discovery
     server_at = cache(lambda url: _servers([url], http)[0])
 
@@ -116,13 +116,9 @@ def connect(options: VLLM, vocab_size: int) -> Leader:
 
 
 async def settle(leader: Leader, needs: Needs, *, colocated: bool) -> None:
-    """Prepare the servers that are there for a trainer that takes memory: where GPUs are shared they give up
-    theirs; else those that a job before this one left asleep are woken.
-
-    Raises:
-        TrainingError: one did not sleep.
-        InputError: one cannot, or cannot do what is needed.
-    """
+    """Prepare reachable servers for a trainer that allocates memory. If GPUs are shared, they release theirs;
+    otherwise servers that an earlier job left asleep wake up. Raises ``TrainingError`` if a server does not
+    release its memory, and ``InputError`` if it cannot or does not meet ``needs``."""
     servers = await leader.pool.reachable()
     if lines := await _lacking(servers, needs):
         raise InputErrors(lines)
@@ -135,12 +131,8 @@ def _servers(urls: Sequence[str], http: httpx.AsyncClient) -> list[Server]:
 
 
 def _sender(options: VLLM) -> Sender:
-    """The way to the workers.
-
-    Raises:
-        InputError: servers elsewhere do not reach this machine, the one that will listen, at its address: it
-            does not have it, or is all that it reaches.
-    """
+    """Create the sender of weights. Raises ``InputError`` if this machine cannot listen at ``vllm.address``,
+    or servers on other machines cannot reach it."""
     if options.transfer == "disk":
         assert options.folder is not None
         return DiskSender(options.folder)
@@ -150,13 +142,13 @@ def _sender(options: VLLM) -> Sender:
             with listen(options.address) as listener:
                 ip = listener.getsockname()[0]
         except OSError as error:
-            raise InputError(f"{key} is not of this machine: {error.strerror or error}") from None
+            raise InputError(f"{key} is no address of this machine: {error.strerror or error}") from None
         far = _far(options.urls)
         if far is not None and is_loopback(ip):
-            raise InputError(f"{key} is {ip} here, which {far} does not reach: name what it sees")
+            raise InputError(f"{key} is {ip} here: set an address that {far} can reach")
     return BroadcastSender(options.transfer, address=options.address, delta=options.delta)
 
 
 def _far(urls: Sequence[str]) -> str | None:
-    """The first server that is on another machine, if any."""
+    """Return the first URL on another machine, if any."""
     return next((url for url in urls if not is_loopback(httpx.URL(url).host)), None)

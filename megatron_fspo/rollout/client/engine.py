@@ -1,8 +1,8 @@
-"""Rollouts from vLLM servers, as the trainer sees them: generate, and new weights that are proven.
+"""The rollout engine for vLLM servers: sampling, and weight updates that are verified.
 
-The first rank of the job leads: it talks to the servers, and tells the others what to do together with it:
-they gather weights and score the canary. While it waits for servers the others wait for its
-word, outside of collectives.
+The job's first rank leads. It talks to the servers, and instructs the other ranks to join it in gathering
+weights and scoring the canary. While it waits for servers, the others wait for its next instruction, outside
+of collectives.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _RESPONSES = "responses of the servers"
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """Functions of the trainer for the engine. Every rank calls both at the same time."""
+    """Functions of the trainer for the engine. All of them are collective."""
 
     tensors: Callable[[], Iterator[tuple[str, Tensor]]]
-    """The weights under their Hugging Face names, on the first rank; collective."""
+    """Yields the weights under their Hugging Face names, on the first rank."""
     base: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
-    """Where ``tensors`` are adapters, the weights that servers have besides; the same."""
+    """If ``tensors`` are adapters: yields the servers' other weights in the same way."""
     score: Callable[[Sequence[Sequence[int]]], list[Tensor] | None]
-    """Per sequence of n tokens the log-probs [n - 1] of all but the first, at temperature 1, on the first
-    rank; collective."""
+    """Returns, per sequence of n tokens, the log-probs [n - 1] of all but the first, at temperature 1, on the
+    first rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leader:
-    """Held by the first rank only."""
+    """The client of the servers, on the first rank only."""
 
     loop: Loop
     http: httpx.AsyncClient
@@ -73,21 +73,21 @@ class VLLMEngine:
     canary_sequences: Sequence[Sequence[int]]
     """Token ids that trainer and servers score after every update."""
     dtype: torch.dtype = torch.float32
-    """Of the trainer's weights."""
+    """Dtype of the trainer's weights."""
     tolerance: float | None = None
-    """Largest mean |Δ log-prob| allowed there, in nats; None: taken from the model, at the first update."""
+    """Largest mean |Δ log-prob| allowed for the canary, in nats; None: set by the first update."""
     memory: Memory | None = None
-    """Of this rank, where trainer and servers share GPUs; the servers are asleep then."""
+    """Memory of this rank, if trainer and servers share GPUs. The servers must be asleep at first."""
 
     def __post_init__(self) -> None:
         self._control = self.groups.control
         self._version = 0
-        # Servers that came back and wait for weights, with what to answer; None: an answer or a batch came.
+        # Returning servers that wait for weights, each with a future; None: a completion arrived, or all did.
         self._events: SimpleQueue[tuple[Server, asyncio.Future[bool]] | None] = SimpleQueue()
         self._canary_error = float("nan")
         self._base: dict[str, Checksum] = {}
         self._proven = False
-        self._turn = Turn.TRAINER  # as this rank knows it; without memory to share it is everybody's, always
+        self._turn = Turn.TRAINER  # not used without shared memory
         self._turn_seconds = 0.0
         if self.leader is not None:
             self.leader.pool.admit = self._admit
@@ -99,11 +99,11 @@ class VLLMEngine:
         mine: range | None = None,
         arrived: Arrived | None = None,
     ) -> Pending:
-        """See the protocol. The servers are asked at once, and answer while the trainer does something else.
+        """See the protocol. Requests are sent at once, and servers answer while the trainer does other work.
 
-        Responses that are under way during a weight update go on after it, with the new weights. A server
-        that dies is done without, and served again when it is back. The first rank hears of every completion
-        that arrives, in the thread of the loop.
+        Responses that are open during a weight update continue with the new weights. Requests of a lost
+        server go to others, and it gets the current weights when it returns. The first rank calls ``arrived``
+        for every completion, in the thread of the event loop.
         """
         self._turn_to(Turn.SERVERS)
         wanted = range(len(prompts)) if mine is None else mine
@@ -139,7 +139,7 @@ class VLLMEngine:
         progress: Progress | None,
         stops: bool,
     ) -> list[Completion]:
-        """Wait for the completions; meanwhile give servers that come back the current weights."""
+        """Wait for the completions. Meanwhile, send the current weights to servers that return."""
         reported = 0
         with self._leading(), self._control.waiting(_RESPONSES, stops=stops) as wait:
             while True:
@@ -168,13 +168,13 @@ class VLLMEngine:
         return completions
 
     async def _admit(self, server: Server) -> bool:
-        """Give a server that came back the current weights; False if it did not take them. For the pool."""
+        """Send the current weights to a returning server; return False on failure. Called by the pool."""
         admitted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._events.put((server, admitted))
         return await admitted
 
     def _hand_out(self, done: Sequence[Completion], samples: int, wanted: range) -> list[list[Completion]]:
-        """Give the first rank of each model copy what it wants of all the prompts; others get nothing."""
+        """Send the first rank of each model copy the completions of its prompts; others get an empty list."""
         groups = self.groups
         if not groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0:
             return []
@@ -186,7 +186,7 @@ class VLLMEngine:
         return [mine[i : i + samples] for i in range(0, len(mine), samples)]
 
     def _follow(self, what: str) -> None:
-        """Do what the first rank says, on the others, until it is done."""
+        """Follow the first rank's instructions until it is done. For all other ranks."""
         while (word := self._control.hear(what)) != "done":
             if word == "stop":
                 raise StopRequested(f"a stop was requested during the wait for {what}")
@@ -199,15 +199,12 @@ class VLLMEngine:
                     pass
 
     def rest(self) -> None:
-        """Have servers on the trainer's GPUs give up the memory. Collective.
-
-        Raises:
-            TrainingError: on every rank; one did not.
-        """
+        """Make servers on the trainer's GPUs release their memory. Collective. Raises ``TrainingError`` on
+        every rank if a server does not."""
         self._turn_to(Turn.TRAINER)
 
     def _turn_to(self, turn: Turn) -> None:
-        """Collective."""
+        """Switch to a turn on all ranks. Collective."""
         if self.memory is None or self._turn is turn:
             return
         if self.leader is None:
@@ -218,9 +215,8 @@ class VLLMEngine:
             self._control.tell("done")
 
     def _enter(self, turn: Turn, servers: Sequence[Server] = ()) -> None:
-        """Begin a turn, on the first rank, while the others follow; ``servers`` have their weights in the
-        turn ``update``. Memory is given before any is taken. Raises ``ServerLost`` if one of them does not
-        wake."""
+        """Begin a turn on the first rank; the others follow. Memory is released before any is allocated.
+        ``servers`` load their weights in turn ``UPDATE``; raises ``ServerLost`` if one does not."""
         if self.memory is None or (self._turn is turn and turn is not Turn.UPDATE):
             return
         assert self.leader is not None
@@ -237,25 +233,25 @@ class VLLMEngine:
         self._turn_seconds += time.perf_counter() - began
 
     def _take(self, turn: Turn) -> None:
-        """Give and take this rank's memory; returns when every rank has done its own. Collective."""
+        """Release and allocate this rank's memory, and wait until all ranks have done so. Collective."""
         assert self.memory is not None
         self._turn = turn
         self.memory.hold(weights=turn is not Turn.SERVERS, rest=turn is Turn.TRAINER)
         self._control.meet(f"the memory of all ranks for the turn of the {turn.value}")
 
     def update_weights(self, version: int) -> None:
-        """Send the trainer's weights to every server and prove that they arrived. Collective.
+        """Send the trainer's weights to every server and verify them there. Collective.
 
-        A server on which that fails stays out of rotation, and is tried again while there is work.
+        A server on which this fails stays out of rotation, and is tried again while there is work.
 
         Raises:
-            TrainingError: on every rank; a server has other weights than the trainer, or servers were
-                reachable and none took them.
-            InputError: the same, where servers refused, as they do without their key.
+            TrainingError: on every rank, if a server has other weights than the trainer, or the update failed
+                on all reachable servers.
+            InputError: on every rank, if all servers refused, as with a wrong key.
         """
         self._version = version
         if self.leader is None:
-            self._follow("the servers to have new weights")
+            self._follow("the weight update of the servers")
             return
         with self._leading():
             self._update_all(self.leader.loop, self.leader.pool)
@@ -268,8 +264,8 @@ class VLLMEngine:
             if problem is None:
                 break
             if len(loop.run(pool.reachable())) < len(servers):
-                continue  # with those that did not die
-            # One that fails makes an update of all fail: each alone tells which.
+                continue  # with the remaining servers
+            # One failing server makes the joint update fail, so update each server separately.
             servers = [server for server in servers if self._update([server]) is None]
             if servers:
                 break
@@ -277,17 +273,13 @@ class VLLMEngine:
             if isinstance(problem, InputError):  # such as a wrong key
                 raise problem
             raise TrainingError(
-                f"no weight update to version {self._version} in {ATTEMPTS} attempts: {problem}"
+                f"the weight update to version {self._version} failed {ATTEMPTS} times: {problem}"
             )
         loop.run(pool.serve(servers))
 
     def _update(self, servers: Sequence[Server]) -> Exception | None:
-        """Send the weights and prove them, together with the other ranks; returns why servers did not take
-        them.
-
-        Raises:
-            WrongWeights: a server took other weights.
-        """
+        """Send and verify the weights, together with the other ranks. Return the error if that failed; raise
+        ``WrongWeights`` if a server has other weights afterwards."""
         assert self.leader is not None
         loop, sender = self.leader.loop, self.leader.sender
         try:
@@ -336,7 +328,7 @@ class VLLMEngine:
         return None
 
     def _gather(self, what: str) -> Iterator[tuple[str, Tensor]]:
-        """Weights, from all ranks; the others begin when the first tensor is asked for."""
+        """Yield weights gathered from all ranks. The others start when the first tensor is requested."""
         self._control.tell(what)
         yield from self._tensors(what)()
 
@@ -347,10 +339,10 @@ class VLLMEngine:
 
     @contextmanager
     def _leading(self) -> Iterator[None]:
-        """Lead the others, who hear of a failure here wherever they are."""
+        """Report a failure on this rank to the others, wherever they wait."""
         try:
             yield
-        except StopRequested:  # the others heard of it
+        except StopRequested:  # the others know
             raise
         except Exception as error:
             self._control.fail(error)
@@ -370,15 +362,15 @@ class VLLMEngine:
         }
 
     def close(self) -> None:
-        """Let go of servers and groups; what is under way is dropped."""
+        """Disconnect from servers and groups, and drop open requests."""
         if self.leader is not None:
             self.leader.sender.close()
-            # Before the client closes: a request that is just connecting would keep its connection.
+            # Before the client closes, as a request that is connecting would keep its connection.
             self.leader.loop.cancel()
             self.leader.loop.run(self.leader.http.aclose())
             self.leader.loop.close()
 
 
 async def _answer(admitted: asyncio.Future[bool], same: bool) -> None:
-    if not admitted.done():  # else the batch failed meanwhile, and cancelled its probes
+    if not admitted.done():  # else the batch failed and cancelled its probes
         admitted.set_result(same)

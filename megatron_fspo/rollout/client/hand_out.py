@@ -1,4 +1,4 @@
-"""Completions from the rank that has them all to those that want them: each once, and without pickles."""
+"""Sends completions from the rank that received them to the ranks that need them, without pickle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_fspo.types import Completion, VersionSpan
 
 
 class _Sent(msgspec.Struct, array_like=True):
-    """A :class:`~megatron_fspo.types.Completion` on its way: spans and ranges as their numbers."""
+    """Message format of a :class:`~megatron_fspo.types.Completion`: spans and ranges are tuples."""
 
     token_ids: Any
     log_probs: Any
@@ -36,8 +36,8 @@ _ROWS = msgspec.msgpack.Decoder(list[_Sent])
 
 
 def hand_out(shares: Sequence[Sequence[Completion]], *, group: dist.ProcessGroup) -> list[Completion]:
-    """Give every data-parallel rank its share of what some of them hold: ``shares`` are for each rank, empty
-    lists where there are none. What stays is not copied. Returns this rank's, in their order. Collective."""
+    """Exchange completions between data-parallel ranks. ``shares``: this rank's completions for each rank,
+    possibly none; its own are not copied. Return those for this rank, in order. Collective."""
     here = group.rank()
     sent = [[_encode(share)] if share and rank != here else [] for rank, share in enumerate(shares)]
     received, counts = exchange(sent, torch.uint8, group=group)

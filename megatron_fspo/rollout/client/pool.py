@@ -1,4 +1,4 @@
-"""Several vLLM servers as one sampler: every request is answered once, whichever servers die on the way."""
+"""Uses several vLLM servers as one sampler, and answers every request exactly once even if servers die."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from megatron_fspo.rollout.trajectory import Trajectory
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 
 Find = Callable[[], Sequence[Server]]
-"""Returns the servers that are there now, always one object for a server; called in a thread of its own."""
+"""Returns the current servers, always the same object for a server. Called in a separate thread."""
 Admit = Callable[[Server], Awaitable[bool]]
-"""Asked before a server that was lost serves again: loads the current weights into it. False, or
+"""Called before a lost server returns to rotation; loads the current weights into it. False, or
 :class:`~megatron_fspo.rollout.client.server.ServerLost`, keeps it out until the next probe."""
 
 MAX_LOSSES = 8
-"""A request that lost its server this often is taken for the reason, and stops the run."""
+"""A request that loses its server this often in a row is considered the cause, and stops the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest:
-    """One completion that is wanted, or a turn of it."""
+    """Request for one completion, or for a turn of it."""
 
     prompt: Prompt
     params: SamplingParams
-    """``n`` and ``seed`` are not looked at."""
+    """``n`` and ``seed`` are ignored."""
     seed: int
-    """The random stream, in [0, 2³¹)."""
+    """Seed of the random stream, in [0, 2³¹)."""
 
     @classmethod
     def of(cls, prompt: Prompt, params: SamplingParams, number: int) -> CompletionRequest:
-        """The request for completion ``number`` of a prompt, with the random stream of that name."""
+        """Return the request for completion ``number`` of a prompt, with its own random stream."""
         seed = stream_seed(params.seed, prompt.index, number)
         return cls(prompt=prompt, params=params, seed=seed)
 
 
 @dataclass(eq=False)
 class _Slot:
-    """A server in the rotation, or out of it."""
+    """A server, in rotation or out of it."""
 
     server: Server
     up: bool = True
     losses: int = 0
     reason: str = ""
-    """Why it is out."""
+    """Why it is out of rotation."""
     open: int = 0
-    """Requests that have it."""
+    """Number of requests assigned to it."""
     sampling: set[asyncio.Task[Completion]] = field(default_factory=set)
     probe: asyncio.Task[None] | None = None
 
@@ -65,7 +65,6 @@ class _Slot:
 
 
 def _next_turn(request: CompletionRequest, trajectory: Trajectory) -> CompletionRequest:
-    """The request for the next turn."""
     return CompletionRequest(
         prompt=replace(request.prompt, token_ids=trajectory.read),
         params=replace(request.params, max_tokens=trajectory.turn_limit),
@@ -79,60 +78,59 @@ async def _always(server: Server) -> bool:
 
 @dataclass(eq=False)
 class Pool:
-    """Spreads requests over servers.
+    """Distributes requests over servers.
 
-    A server that is lost leaves the rotation and its requests go to the others. While there is work its
-    ``/health`` is probed; once that answers and ``admit`` agrees, it serves again. A pool belongs to one
-    event loop: all of its methods are called there.
+    A lost server leaves the rotation, and its requests go to others. While there is work the pool probes its
+    ``/health``. When that succeeds and ``admit`` agrees, the server returns to rotation. All methods must be
+    called in the same event loop.
     """
 
     servers: InitVar[Sequence[Server]]
-    """Those that are known; at least one, without ``find``. All count as up at first."""
+    """Known servers, assumed to be up; at least one, unless ``find`` is set."""
     _: KW_ONLY
     max_in_flight_per_server: int
-    """Requests open at one server at most."""
+    """Maximum number of open requests per server."""
     vocab_size: int
-    """Of the model. A token id outside it would kill a server, so it is refused here."""
+    """Vocabulary size of the model. Token ids outside it would kill a server, so they are refused here."""
     admit: Admit = _always
     recovery_seconds: float = 600.0
     """How long to wait for a server when none is up."""
     request_seconds: float = 1800.0
-    """How long one request may take; longer, and its server counts as lost. Requests wait while a server is
-    paused."""
+    """Time limit of a request, including pauses of the server. A server that exceeds it counts as lost."""
     attempts: int = 3
-    """Per request and server, see :meth:`Server.post`."""
+    """Attempts per request and server, see :meth:`Server.post`."""
     find: Find | None = None
-    """Finds servers that come while there is work, or before a weight update. They are like lost ones that
-    come back; a lost one that is there no more is forgotten."""
+    """Lists servers, to add new ones while there is work and before weight updates. They are admitted like
+    lost servers that return. Lost servers that it no longer lists are removed."""
     probe_seconds: float = 2.0
-    """Between two looks at a lost server, or for new ones; at a lost one it doubles with every refused
-    admission, up to 64 times."""
+    """Time between probes of a lost server, and between calls of ``find``. It doubles with each refused
+    admission of the server, up to 64 times."""
 
     def __post_init__(self, servers: Sequence[Server]) -> None:
         if not servers and self.find is None:
-            raise InputError("no rollout servers are named")
+            raise InputError("no rollout servers: set vllm.urls or vllm.discovery")
         self._slots = [_Slot(server) for server in servers]
         self._search: asyncio.Task[None] | None = None  # runs while there is work, with ``find``
         self._turns = count()
-        # Who waits for a server, a heap by place, with those that it likes best.
+        # Heap of requests that wait for a server: place in the queue, future, preferred servers.
         self._queue: list[tuple[int, asyncio.Future[_Slot], Sequence[_Slot]]] = []
         self._batches: set[asyncio.Future[None]] = set()  # one per call of generate(); an error ends the call
         self._patience: asyncio.TimerHandle | None = None  # runs while no server is up
 
     def live(self) -> list[Server]:
-        """The servers in rotation."""
+        """Return the servers in rotation."""
         return [slot.server for slot in self._slots if slot.up]
 
     async def reachable(self) -> list[Server]:
-        """The servers whose ``/health`` answers now, in rotation or not."""
+        """Return the servers whose ``/health`` answers now, in rotation or not."""
         await self._look_around()
         healthy = await asyncio.gather(*(slot.server.healthy() for slot in self._slots))
         return [slot.server for slot, well in zip(self._slots, healthy, strict=True) if well]
 
     async def serve(self, servers: Sequence[Server]) -> None:
-        """Have these serve from here on, and no others: they have the current weights.
+        """Put these servers, which have the current weights, in rotation, and all others out.
 
-        Requests that are open at the others are asked anew.
+        Requests that are open at the others are sent again.
         """
         for slot in self._slots:
             if slot.server in servers:
@@ -150,19 +148,18 @@ class Pool:
         *,
         oldest_version: int = 0,
     ) -> list[Completion]:
-        """Return one completion per request, in their order. Requests of an earlier call go first.
+        """Return one completion per request, in order. Requests of earlier calls have priority.
 
         Args:
             requests: prompts with their sampling parameters and seeds.
-            arrived: called in the event loop's thread; the number is that of the request.
-            oldest_version: no completion may have a token from weights before these. A server that samples
-                with older ones was restarted behind our back: its answer is dropped, and it has to be
-                admitted again.
+            arrived: called in the event loop's thread, with the position of the request as number.
+            oldest_version: oldest weight version allowed for any token. A server that samples with an older
+                one was restarted meanwhile: its answer is dropped, and it has to be admitted again.
 
         Raises:
-            InputError: a prompt that is empty or has a token id outside the vocabulary; a server refused.
-            BadAnswer: a server answered what was not asked for. The other requests are cancelled.
-            TrainingError: no server for ``recovery_seconds``, or a request that no server survives.
+            InputError: a prompt is empty or has a token id outside the vocabulary; or a server refused.
+            BadAnswer: a server's answer is invalid. The other requests are cancelled.
+            TrainingError: no server was up for ``recovery_seconds``, or a request kept losing its server.
         """
         for position, request in enumerate(requests):
             self._check(position, request)
@@ -200,7 +197,7 @@ class Pool:
     async def _answer(
         self, position: int, request: CompletionRequest, arrived: Arrived | None, oldest_version: int
     ) -> Completion:
-        """Take turn after turn, each of a server that has answered, and of the environment."""
+        """Sample turn after turn, with the environment's replies, and retry turns whose server is lost."""
         place, trajectory = next(self._turns), Trajectory(request.prompt, request.params)
         near: list[_Slot] = []
         losses = 0
@@ -226,8 +223,8 @@ class Pool:
     async def _ask(
         self, place: int, request: CompletionRequest, oldest_version: int, near: list[_Slot]
     ) -> Completion:
-        """Wait for a server and ask it: that of the turn before where it is free, which knows what it read.
-        ``near`` holds it."""
+        """Wait for a server and ask it. The previous turn's server, in ``near``, is preferred, as it may have
+        the context cached."""
         while True:
             slot = await self._wait_for_slot(place, near)
             near[:] = [slot]
@@ -236,10 +233,10 @@ class Pool:
             slot.sampling.add(sampling)
             try:
                 await asyncio.wait([sampling])
-                if not sampling.cancelled():  # else its server was taken out under it
+                if not sampling.cancelled():  # else the server left the rotation
                     return sampling.result()
             except ServerLost as error:
-                if slot.losses == losses:  # else it was lost, and perhaps came back, since it was asked
+                if slot.losses == losses:  # else another request has noticed the loss
                     slot.take_out(str(error))
                 raise
             except asyncio.CancelledError:
@@ -252,20 +249,20 @@ class Pool:
                 self._reschedule()
 
     async def _wait_for_slot(self, place: int, near: Sequence[_Slot]) -> _Slot:
-        """One of ``near``, or else the least loaded server, once it is this place's turn."""
+        """Wait in the queue; return a server of ``near`` if one is free, else the least loaded server."""
         granted: asyncio.Future[_Slot] = asyncio.get_running_loop().create_future()
         heappush(self._queue, (place, granted, near))
         self._grant()
         try:
             return await granted
         except asyncio.CancelledError:
-            if not granted.cancelled():  # in the same moment
+            if not granted.cancelled():  # a server was granted in the same moment
                 granted.result().open -= 1
                 self._grant()
             raise
 
     def _grant(self) -> None:
-        """Give servers to those whose turn it is, while any may have more requests."""
+        """Assign servers with free capacity to waiting requests, in order."""
         while self._queue:
             limit = self.max_in_flight_per_server
             free = [slot for slot in self._slots if slot.up and slot.open < limit]
@@ -287,15 +284,12 @@ class Pool:
         )
         if completion.weight_version < oldest_version:
             versions = f"{completion.weight_version}, older than {oldest_version}"
-            raise ServerLost(f"{server.url}: sampled with weights {versions}: was it restarted?")
+            raise ServerLost(f"{server.url}: sampled with weight version {versions}: was it restarted?")
         return completion
 
     def _reschedule(self) -> list[asyncio.Task[None]]:
-        """While there is work, look after lost servers and for new ones; called whenever something changed.
-
-        Returns:
-            looks that were cancelled.
-        """
+        """Assign servers; start or stop probes of lost servers and the search for new ones. Call this after
+        every change. Return the cancelled tasks."""
         self._grant()
         at_work = bool(self._batches)
         cancelled = []
@@ -317,7 +311,7 @@ class Pool:
         if none_up and self._patience is None:
             seconds, loop = self.recovery_seconds, asyncio.get_running_loop()
             self._patience = loop.call_later(seconds, self._give_up)
-            said = f"no vLLM server serves: {self._reasons()}; waiting up to {seconds:g} s for one"
+            said = f"no vLLM server is available: {self._reasons()}; waiting up to {seconds:g} s for one"
             print(f"megatron-fspo: {said}", file=sys.stderr, flush=True)
         elif not none_up and self._patience is not None:
             self._patience.cancel()
@@ -331,7 +325,7 @@ class Pool:
         return "; ".join(slot.reason for slot in self._slots) or "none has announced itself"
 
     def _fail(self, error: Exception) -> None:
-        """End every batch."""
+        """End all calls of :meth:`generate` with an error."""
         for trouble in self._batches:
             if not trouble.done():
                 trouble.set_exception(error)
@@ -343,7 +337,7 @@ class Pool:
             await asyncio.sleep(self.probe_seconds)
 
     async def _look_around(self) -> bool:
-        """Know the servers that are there now, new ones out of rotation; returns True if anything changed."""
+        """Update the known servers, with new ones out of rotation. Return True if they changed."""
         if self.find is None:
             return False
         there = await asyncio.to_thread(self.find)
@@ -351,7 +345,7 @@ class Pool:
         gone = [slot for slot in self._slots if not slot.up and slot.server not in there]
         new = [_Slot(server) for server in there if server not in known]
         for slot in new:
-            slot.take_out(f"{slot.server.url}: has no weights of the trainer yet")
+            slot.take_out(f"{slot.server.url}: does not have the trainer's weights yet")
         for slot in gone:
             if slot.probe is not None:
                 slot.probe.cancel()
@@ -359,7 +353,7 @@ class Pool:
         return bool(new or gone)
 
     async def _bring_back(self, slot: _Slot) -> None:
-        """Put a lost server into rotation again once it is healthy and admitted."""
+        """Return a lost server to rotation once it is healthy and admitted."""
         wait = self.probe_seconds
         while True:
             if await slot.server.healthy():

@@ -1,4 +1,4 @@
-"""One vLLM server over HTTP: what is tried again, what is lost, what is refused."""
+"""One vLLM server over HTTP, with retries and typed errors."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from megatron_fspo.types import Completion, SamplingParams
 
 CONNECT_SECONDS = 10.0
 HEALTH_SECONDS = 5.0
-REQUEST_SECONDS = 60.0  # a control request; completions and weight updates bring their own limit
+REQUEST_SECONDS = 60.0  # control requests; completions and weight updates set their own limit
 
-_FIRST_WAIT = 0.25  # seconds before the second attempt; it doubles from there
+_FIRST_WAIT = 0.25  # seconds before the second attempt; then doubles
 _LONGEST_WAIT = 8.0
-_MESSAGE_CHARACTERS = 300  # of what a server says, in an error message
+_MESSAGE_CHARACTERS = 300  # limit for a server's text in an error message
 
 
 class ServerLost(TrainingError):
-    """No usable answer: connection lost, no answer in time, or 5xx to the last attempt."""
+    """The server did not answer: the connection failed, the request timed out, or the last status was 5xx."""
 
 
 class Refused(InputError):
-    """The server understood and said no (4xx). Asking again would not help."""
+    """The server refused the request (4xx). A retry would not help."""
 
 
 class Server:
@@ -46,10 +46,10 @@ class Server:
     Args:
         url: ``http://host:port``.
         http: sends the requests.
-        api_key: what the server asks for, on every route. It is in no message, repr or log.
+        api_key: sent with every request. It does not appear in messages, the repr or logs.
 
     Raises:
-        InputError: not such a URL, or a key that does not fit into a header.
+        InputError: an invalid URL, or an invalid key.
     """
 
     def __init__(self, url: str, http: httpx.AsyncClient, *, api_key: str | None = None) -> None:
@@ -80,19 +80,19 @@ class Server:
         """POST ``/route?params`` with a JSON body.
 
         Args:
-            route: without the leading slash.
+            route: path, with or without the leading slash.
             body: sent as JSON.
-            params: the query's.
+            params: query parameters.
             timeout: seconds for one attempt, from the connection to the last byte.
-            attempts: how often at most. Tried again, after a wait that doubles, are lost connections and 5xx;
-                a request that did not answer in time is not, it would take as long again.
+            attempts: maximum number of attempts. Failed connections and 5xx are retried, after a wait that
+                doubles. A request that timed out is not, as it would take as long again.
 
         Returns:
             The JSON of the answer, None for an empty one.
 
         Raises:
-            ServerLost: no attempt was answered.
-            Refused: 4xx, with what the server said.
+            ServerLost: there was no answer.
+            Refused: another status than 200 and 5xx; the message has the server's reason.
             BadAnswer: the answer is not JSON.
         """
         return await self._json("POST", route, body, params, timeout, attempts)
@@ -119,27 +119,23 @@ class Server:
         timeout: float,
         attempts: int = 3,
     ) -> Completion:
-        """Return one completion of a prompt (``params.n`` is not looked at); raises like :meth:`post`, as
-        ``timeout`` and ``attempts`` have it there. ``seed``, in [0, 2³¹), names the random stream, instead of
-        ``params.seed``.
+        """Return one completion of a prompt, whatever ``params.n`` is. ``timeout``, ``attempts`` and errors
+        are as in :meth:`post`. ``seed``, in [0, 2³¹), selects the random stream instead of ``params.seed``.
 
-        A token id outside the vocabulary kills a vLLM server: the caller has checked them. A server with a
-        tokenizer stops at ``params.stop`` by itself, which saves what others go on to sample.
+        Callers must check token ids, as one outside the vocabulary kills a vLLM server. A server with a
+        tokenizer stops at ``params.stop`` by itself, which saves it sampling further tokens.
         """
         answer = await self._generate(token_ids, params, {"seed": seed}, timeout, attempts)
         with self._reading():
             with suppress(StoppedElsewhere):
                 return read_completion(answer, params, len(token_ids))
-            # Its text is not ours, such as by a space that SentencePiece takes off the front of a text.
+            # The server's text differs from ours, such as by a leading space that SentencePiece strips.
             asked = replace(params, stop=())
             answer = await self._generate(token_ids, asked, {"seed": seed}, timeout, attempts)
             return read_completion(answer, params, len(token_ids))
 
     async def score(self, token_ids: Sequence[int], *, timeout: float = REQUEST_SECONDS) -> list[float]:
-        """Log-probs of all tokens but the first, given those before, at temperature 1, in nats.
-
-        Raises like :meth:`post`.
-        """
+        """Return the log-probs of all tokens but the first, at temperature 1, in nats; see :meth:`post`."""
         one_token = SamplingParams(max_tokens=1)
         answer = await self._generate(token_ids, one_token, {"seed": 0, "prompt_logprobs": 0}, timeout, 3)
         with self._reading():
@@ -160,7 +156,7 @@ class Server:
             "top_p": params.top_p,
             "logprobs": 0,
             "stop_token_ids": list(params.stop_token_ids),
-            "ignore_eos": True,  # stop_token_ids say it all, whatever the server read in the checkpoint
+            "ignore_eos": True,  # only stop_token_ids count, not those of the checkpoint
             "detokenize": bool(params.stop),
             "stop": list(params.stop),
             "include_stop_str_in_output": True,
@@ -171,11 +167,11 @@ class Server:
         return await self._ask("POST", "inference/v1/generate", body, None, timeout, attempts)
 
     def bad_answer(self, route: str, answer: object, wrong: str) -> BadAnswer:
-        """The error for what a route answered and should not have; ``wrong`` says why not."""
+        """Return the error for a route's unexpected answer; ``wrong`` follows the answer in its message."""
         return BadAnswer(f"{self._where(route)}: {self._one_line(repr(answer))} {wrong}")
 
     def without_key(self, text: str) -> str:
-        """``text``, which may repeat what a server said, for a message."""
+        """Return ``text`` with the key masked, as servers may echo it."""
         return text.replace(self._key, "***") if self._key else text
 
     def _where(self, route: str) -> str:
@@ -183,7 +179,7 @@ class Server:
 
     @contextmanager
     def _reading(self, route: str = "") -> Iterator[None]:
-        """Name the server in what is wrong with its answer, of which the message may show some."""
+        """Add the URL to a :class:`BadAnswer` and mask the key, as the message may quote the answer."""
         try:
             yield
         except BadAnswer as error:
@@ -218,7 +214,7 @@ class Server:
                 raise ServerLost(f"{where}: no answer in {timeout:g} s") from None
             except httpx.TransportError as error:
                 raise TryAgain(self._one_line(f"{type(error).__name__} {error}")) from None
-            except httpx.RequestError as error:  # a body that does not unpack
+            except httpx.RequestError as error:  # such as a body that cannot be decompressed
                 raise BadAnswer(f"{where}: {self._one_line(str(error))}") from None
             if response.status_code >= 500:
                 raise TryAgain(f"{response.status_code} {self._said(response)}")
@@ -233,7 +229,7 @@ class Server:
             raise ServerLost(f"{where}: {error}{tries}") from None
 
     def _said(self, response: httpx.Response) -> str:
-        """The server's reason, on one line; a server may echo anything."""
+        """Return the server's reason on one line, with the key masked."""
         text = response.content[:10_000].decode("utf-8", "replace")
         try:
             said = json.loads(text)["error"]["message"]
@@ -246,13 +242,13 @@ class Server:
 
 
 def _checked_url(url: str) -> str:
-    """The URL without a slash at the end."""
+    """Return the URL without a trailing slash. Raises ``InputError`` if it is invalid."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise InputError(f"rollout server {url!r}: {error}") from None
     if parsed.userinfo:
-        raise InputError(f"rollout server at {parsed.host}: a URL with a password in it; use the API key")
+        raise InputError(f"rollout server at {parsed.host}: the URL has a password: use VLLM_API_KEY instead")
     whole = url.split() == [url] and not parsed.query and not parsed.fragment
     if parsed.scheme not in ("http", "https") or not parsed.host or not whole:
         raise InputError(f"rollout server {url!r}: must be http://host:port")

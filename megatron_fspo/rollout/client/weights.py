@@ -1,8 +1,8 @@
-"""New weights for servers that go on serving: pause → start → tensors → finish → reset the cache → resume.
+"""Updates the weights of running servers: pause → start → tensors → finish → reset the cache → resume.
 
-Tensors go by broadcast over gloo or NCCL, or as files on a shared disk; the workers' end is in
-``rollout.server.inside``. Until :func:`resume` servers stay paused, also after a failure: none answers with
-half of an update.
+Tensors are broadcast over gloo or NCCL, or written to a shared disk; ``rollout.server.inside`` has the
+workers' end. Servers stay paused until :func:`resume`, even after a failure, so that none answers with half
+of an update.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from megatron_fspo.rollout.delta import Changes
 from megatron_fspo.rollout.links import address_towards, join_gloo, join_nccl, listen
 
 CONTROL_SECONDS = 150.0
-"""Limit for each step of an update but the tensors; a server that takes longer counts as lost."""
+"""Time limit for each step of an update except the tensors. A server that exceeds it counts as lost."""
 LINKS = {"gloo": (join_gloo, torch.device("cpu")), "nccl": (join_nccl, torch.device("cuda"))}
-"""Kind of broadcast → what makes its group, and the device that it sends from."""
+"""Kind of broadcast → function that creates its group, and device to send from."""
 
 Bucket = Sequence[tuple[str, Tensor]]
 
@@ -46,15 +46,13 @@ def send_weights(
     tensors: Iterable[tuple[str, Tensor]],
     version: int,
 ) -> Exception | None:
-    """Leave ``servers`` paused with ``version`` of the weights; returns what went wrong, if anything.
-
-    ``tensors`` is a collective of the trainer's ranks, so it is read to its end whatever happens here.
-    """
+    """Pause ``servers`` and send them ``version`` of the weights. Return the error, if any. ``tensors`` is a
+    collective of the trainer's ranks, so it is read to its end even after an error."""
     problem = _attempt(loop.run, _begin(servers, sender)) if servers else None
     sending = Future[None]()
     sending.set_result(None)
     try:
-        for bucket in in_buckets(tensors):  # gathered while the one before is sent
+        for bucket in in_buckets(tensors):  # gathered while the previous one is sent
             problem = problem or _attempt(sending.result)
             if servers and problem is None:
                 sending = loop.submit(sender.send(servers, bucket))
@@ -68,13 +66,13 @@ def _attempt(work: Callable[..., object], *arguments: object) -> Exception | Non
     try:
         work(*arguments)
     except Exception as error:
-        traceback.clear_frames(error.__traceback__)  # which have a bucket
+        traceback.clear_frames(error.__traceback__)  # frames hold a bucket
         return error.with_traceback(None)
     return None
 
 
 async def _begin(servers: Sequence[Server], sender: Sender) -> None:
-    # Requests under way freeze, and go on with the new weights.
+    # Open requests freeze, and continue with the new weights.
     await _all(servers, "/pause", params={"mode": "keep"})
     await sender.connect(servers)
     await asyncio.gather(*(_start(server) for server in servers))
@@ -83,23 +81,23 @@ async def _begin(servers: Sequence[Server], sender: Sender) -> None:
 async def _start(server: Server) -> None:
     try:
         await server.post("/start_weight_update", timeout=CONTROL_SECONDS)
-    except ServerLost:  # in the middle of an update that failed: end that one, this one brings every tensor
+    except ServerLost:  # an earlier update failed halfway: finish it, as this one sends every tensor
         await server.post("/finish_weight_update", timeout=CONTROL_SECONDS)
         await server.post("/start_weight_update", timeout=CONTROL_SECONDS)
 
 
 async def _finish(servers: Sequence[Server], version: int) -> None:
     await _all(servers, "/finish_weight_update", {"weight_version": str(version)})
-    # What is cached belongs to the old weights. Frozen requests hold some of it, and vLLM would leave all of
-    # it in place for them; so they give theirs up, and compute it again with the new weights.
+    # The cache belongs to the old weights. vLLM would keep all of it while frozen requests hold some, so they
+    # release theirs, and recompute it with the new weights.
     answers = await _all(servers, "/reset_prefix_cache", params={"reset_running_requests": "true"})
     for server, answer in zip(servers, answers, strict=True):
         if answer != {"success": True}:
-            raise server.bad_answer("reset_prefix_cache", answer, "leaves keys and values of old weights")
+            raise server.bad_answer("reset_prefix_cache", answer, "leaves keys and values of the old weights")
 
 
 async def resume(servers: Sequence[Server]) -> None:
-    """Serve again."""
+    """Make the servers continue."""
     await _all(servers, "/resume")
 
 
@@ -111,10 +109,8 @@ async def _all(servers: Sequence[Server], route: str, body: Any = None, **how: A
 def in_buckets(
     tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int = 256 * 2**20
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Tensors in runs of at most ``bucket_bytes``, or one tensor.
-
-    Here no more than one is held, and the tensor after it.
-    """
+    """Group tensors into buckets of at most ``bucket_bytes``, or of one larger tensor. Holds at most one
+    bucket and the next tensor."""
     bucket: list[tuple[str, Tensor]] = []
     held = 0
     for name, tensor in tensors:
@@ -130,15 +126,15 @@ def in_buckets(
 class BroadcastSender:
     """Rank 0 of a group with all workers of all servers.
 
-    The group is kept from update to update, until other servers are asked for, one of them was restarted, or
-    something fails: then it is aborted, and the next update makes another.
+    Updates share a group. It is aborted and created again if the servers change, one was restarted, or an
+    update fails.
 
     Args:
         kind: ``gloo`` (through the CPU) or ``nccl``.
-        address: name or IP of this machine, as the servers see it. The group listens there, and nowhere else.
-            None: the address from which this machine reaches the first server that is elsewhere.
-        timeout_seconds: for joining the group and for each broadcast.
-        delta: send what changed since the last update of the same group.
+        address: name or IP of this machine, as the servers see it. The group listens there only. None: the
+            address from which this machine reaches the first server on another machine.
+        timeout_seconds: time limit for joining the group and for each broadcast.
+        delta: send changes since the last update of the same group.
     """
 
     def __init__(
@@ -149,14 +145,14 @@ class BroadcastSender:
         self._timeout = timedelta(seconds=timeout_seconds)
         self._answer_seconds = timeout_seconds + 10
         self._delta = delta
-        self.changes = Changes()  # of the group's workers
+        self.changes = Changes()  # for the group's workers
         self.sent_bytes = 0  # in the last update
         self._group: Any = None
-        self._members: dict[Server, dict[str, object]] = {}  # of the group, and what each was asked to join
-        atexit.register(self.close)  # a gloo group that is left then aborts the process now and then
+        self._members: dict[Server, dict[str, object]] = {}  # of the group, with the request to join
+        atexit.register(self.close)  # a gloo group that is open at exit sometimes aborts the process
 
     async def connect(self, servers: Sequence[Server]) -> None:
-        """Prepare an update of these servers."""
+        """Prepare an update of these servers: create a group, unless theirs is intact."""
         self.sent_bytes = 0
         if list(self._members) == list(servers) and await self._complete():
             return
@@ -198,11 +194,8 @@ class BroadcastSender:
         await asyncio.gather(*(server.post(route, body, timeout=limit) for server, body in asked.items()))
 
     async def send(self, servers: Sequence[Server], bucket: Bucket) -> None:
-        """Have every worker load the tensors; returns when all have.
-
-        Raises:
-            ServerLost: one is lost, or late; the group is left.
-        """
+        """Send the tensors to every worker; return when all have loaded them. Raises ``ServerLost`` and
+        closes the group if a server is lost or exceeds the time limit."""
         try:
             if self._delta:
                 bucket = await asyncio.to_thread(list, self.changes.encode(bucket))
@@ -216,12 +209,12 @@ class BroadcastSender:
             loading = _all(servers, "/update_weights", {"update_info": info}, timeout=self._answer_seconds)
             await asyncio.gather(sending, loading)
         except BaseException:
-            # Until then NCCL's kernel waits for who is lost, and what the GPU is asked to do next, for that.
+            # Until the group is aborted, NCCL's kernel waits for the lost rank and blocks the GPU's stream.
             await asyncio.to_thread(self.close)
             raise
 
     def close(self) -> None:
-        """Leave the group; a broadcast that is under way ends."""
+        """Leave the group and end a running broadcast."""
         group, self._group, self._members, self.changes = self._group, None, {}, Changes()
         if group is not None:
             group.abort()
@@ -241,24 +234,23 @@ def _address_towards(servers: Sequence[Server]) -> str:
     try:
         return address_towards(url.host, url.port or 80)
     except OSError as error:
-        raise ServerLost(f"{url}: there is no way to it: {error.strerror or error}") from None
+        raise ServerLost(f"{url}: there is no route to it: {error.strerror or error}") from None
 
 
 def _broadcast(group: Any, device: torch.device, bucket: Bucket, timeout: timedelta) -> None:
-    # The group is an argument: after a failure this thread may still wait while the sender joins another.
+    # The group is an argument, as this thread may still wait for it when the sender has created another.
     for name, tensor in bucket:
-        sent = tensor.to(device).contiguous()  # held until it has arrived
+        sent = tensor.to(device).contiguous()  # kept until it has arrived
         try:
-            # NCCL has a stream of its own, which begins when the current one is through. Only with a limit
-            # does this thread wait for it.
+            # NCCL's stream waits for the current one. This thread waits for NCCL only with a timeout.
             group.broadcast([sent], dist.BroadcastOptions()).wait(timeout)
         except RuntimeError as error:
-            first = str(error).split(". ")[0]  # gloo's second sentence wishes good luck
+            first = str(error).split(". ")[0]  # without gloo's second sentence, which adds nothing
             raise ServerLost(f"the broadcast of {name} failed: {first}") from error
 
 
 class DiskSender:
-    """Safetensors files in a folder that the servers see under the same name; gone once they are loaded."""
+    """Sends files in a folder that servers see under the same path, and removes them once they are loaded."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -273,7 +265,7 @@ class DiskSender:
         path = self._folder.resolve() / f"weights-{uuid.uuid4().hex}.safetensors"
         self.sent_bytes += sum(tensor.nbytes for _, tensor in bucket)
         try:
-            # Complete under its name or not there at all.
+            # Renamed when complete, so that servers never see half of a file.
             partial = path.with_suffix(".partial")
             tensors = {name: tensor.cpu().contiguous() for name, tensor in bucket}
             await asyncio.to_thread(save_file, tensors, partial, {"format": "pt"})
@@ -283,8 +275,8 @@ class DiskSender:
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Do nothing."""
 
 
 Sender = BroadcastSender | DiskSender
-"""One way to the workers, used by the first rank."""
+"""Sends weights to the workers, from the first rank."""

@@ -1,1 +1,1 @@
-"""Starts vLLM with the flags that this trainer needs, watches it, and leaves no process behind."""
+"""Starts vLLM with the flags that the trainer needs, monitors it, and leaves no process behind."""

@@ -1,4 +1,4 @@
-"""vLLM's program, flags and environment for this trainer, and what is refused before it starts."""
+"""Locates vLLM, builds its command line and environment, and validates options before it starts."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.rollout.common import KEY_VARIABLE, MODEL, api_key, is_loopback
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of a head that the CPU attention of vLLM 0.32 can do."""
+"""Head sizes that the CPU attention of vLLM 0.32 supports."""
 BACKENDS = {"gloo": "gloo", "disk": "disk", "nccl": "torch_nccl"}
-"""Our word for a way of weights → the name under which the plugin registers it in vLLM."""
+"""Value of ``vllm.transfer`` → name under which our plugin registers it in vLLM."""
 EXTENSION = "megatron_fspo.rollout.server.inside.checksums.WorkerExtension"
-"""Lets the trainer ask for checksums of the weights."""
+"""Worker extension that returns checksums of the weights."""
 ROUTES_WORKER = "megatron_fspo.rollout.server.inside.cpu_routes.RoutesWorker"
-"""Returns routes on a CPU."""
+"""Worker class that returns routes on a CPU."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes as ``--max-lora-rank``."""
+"""Values that vLLM accepts for ``--max-lora-rank``."""
 LORA_TARGETS = tuple(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
 GUARD = "megatron_fspo.rollout.server.inside.require_key.RequireKey"
-"""Asks for the key on every route of the server but health."""
+"""Middleware that requires the key on every route but health."""
 
-# Asks vLLM's own Python what is in its environment, without importing vLLM, which takes seconds.
+# Run by vLLM's Python to list its packages, without importing vLLM, which takes seconds.
 _PROBE = """
 from importlib.metadata import distributions, entry_points, version
 import json
@@ -39,8 +39,8 @@ nccl = [package.version for package in distributions() if (package.name or "").s
 answer = {"version": version("vllm"), "plugin": "megatron_fspo" in plugins, "nccl": nccl[0] if nccl else None}
 print(json.dumps(answer))
 """
-# Variables of torchrun, and of the trainer's Python and memory. With the agent's store named in its
-# environment, vLLM would try to join the trainer's process group; memory that sleeps is in fixed segments.
+# Variables of torchrun, whose process group vLLM would try to join, and of our Python and allocator, since
+# vLLM's sleep mode needs fixed segments.
 _NOT_FOR_VLLM = re.compile(
     r"(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|PYTHON(PATH|HOME)"
     r"|PYTORCH_(CUDA_)?ALLOC_CONF"
@@ -49,7 +49,7 @@ _NOT_FOR_VLLM = re.compile(
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """One server: what it serves, where, and how it takes new weights."""
+    """Options of one server."""
 
     model: Path
     host: str = "127.0.0.1"
@@ -61,21 +61,21 @@ class ServerOptions:
     program: str | None = None
     """Path of ``vllm``. Default: ``$VLLM_BIN``, then ``vllm`` on PATH."""
     extra: tuple[str, ...] = ()
-    """More flags of ``vllm serve``."""
+    """Further flags of ``vllm serve``."""
     start_seconds: float = 1800.0
-    """Time to load and compile a large model."""
+    """Time limit for loading and compiling the model."""
     gpus: tuple[str, ...] = ()
-    """The only ones that it sees; of several each has a shard of the model (tensor parallel)."""
+    """GPUs that the server sees, with tensor parallelism over several; empty: all."""
     colocated: bool = False
-    """Give up the GPUs' memory when the trainer on them asks (``vllm.colocated``)."""
+    """Release GPU memory when the trainer asks (``vllm.colocated``)."""
     routes: bool = False
-    """Return the experts of every token (``moe.replay = rollout``)."""
+    """Return the experts of each token (``moe.replay = rollout``)."""
     lora_rank: int = 0
-    """Largest rank of the adapters that the policy consists of besides the model; 0: it has none."""
+    """Largest rank of the policy's adapters; 0: the policy has no adapters."""
     announce: Path | None = None
-    """Folder in which the trainer finds the server (:func:`megatron_fspo.rollout.common.announce`)."""
+    """Folder in which to announce the server (:func:`megatron_fspo.rollout.common.announce`)."""
     anyone_may_run_code: bool = False
-    """Listen beyond this machine without a key: whoever reaches the port runs code here."""
+    """Allow non-loopback addresses without a key: anyone who reaches the port can run code here."""
 
     @property
     def log_file(self) -> Path:
@@ -83,7 +83,7 @@ class ServerOptions:
 
     @property
     def adapter_folder(self) -> Path:
-        """Of the adapter that vLLM starts with."""
+        """Folder of the adapter that vLLM starts with."""
         return self.log_file.with_suffix(".adapter")
 
     @property
@@ -110,12 +110,10 @@ class ServerOptions:
 
 @dataclass(frozen=True)
 class Installation:
-    """A vLLM."""
-
     program: Path
     version: str
     nccl: str | None = None
-    """Version; None: its torch has not come with the package of it."""
+    """Version of the package ``nvidia-nccl-*``; None: not installed."""
 
     @property
     def on_cpu(self) -> bool:
@@ -123,70 +121,63 @@ class Installation:
 
 
 def find_vllm(program: str | None) -> Installation:
-    """The program, named as in :class:`ServerOptions`, and its versions.
-
-    Raises:
-        InputError: it is not there, or its environment lacks our plugin.
-    """
+    """Locate the program that :class:`ServerOptions` describes, and read its versions. Raises ``InputError``
+    if there is none, or its environment lacks our plugin."""
     named = program or os.environ.get("VLLM_BIN") or "vllm"
     path = shutil.which(named)
     if path is None:
-        raise InputError(f"vLLM: no program {named}; name one with --vllm or $VLLM_BIN, or `make vllm`")
+        raise InputError(f"vLLM: no program {named}: set --vllm or $VLLM_BIN, or install it with `make vllm`")
     vllm = Path(os.path.abspath(path))
-    python = vllm.parent / "python"  # not resolved: a link out of a virtual environment would leave it
+    python = vllm.parent / "python"  # not resolved: a symlink may lead out of the virtual environment
     if not python.exists():
-        raise InputError(f"vLLM: {vllm} has no python beside it; name the program in vLLM's environment")
+        raise InputError(f"vLLM: there is no python beside {vllm}: set the path in vLLM's environment")
     probe = subprocess.run(
         [python, "-c", _PROBE], capture_output=True, text=True, env=environment(on_cpu=False)
     )
     if probe.returncode != 0:
         reason = (probe.stderr.strip() or "no reason given").splitlines()[-1]
-        raise InputError(f"vLLM: {python} knows of no package vllm: {reason}")
+        raise InputError(f"vLLM: {python} has no package vllm: {reason}")
     answer = json.loads(probe.stdout)
     if not answer["plugin"]:
         install = f"{python} -m pip install --no-deps -e ."
-        raise InputError(f"vLLM: {python} lacks our plugin; in a checkout run `{install}`")
+        raise InputError(f"vLLM: {python} lacks our plugin: run `{install}` in a checkout")
     return Installation(vllm, answer["version"], answer["nccl"])
 
 
 def check(options: ServerOptions, vllm: Installation) -> None:
-    """Refuse what would fail minutes later, or would show a secret.
-
-    Raises:
-        InputError
-    """
-    # Flags that go round what is checked here, in every way in which vLLM takes them.
+    """Raise ``InputError`` for options that would fail minutes later or expose a secret."""
+    # Flags that would bypass these checks, in every spelling that vLLM accepts.
     for word in options.extra:
         name = word.split("=")[0].replace("_", "-")
         if not name.startswith("--") or name == "--":
             continue
         if "--api-key".startswith(name):
-            raise InputError(f"--api-key: every user can read it there; set {KEY_VARIABLE} instead")
+            raise InputError(f"--api-key: all users can read command lines: set {KEY_VARIABLE} instead")
         if "--host".startswith(name) or "--port".startswith(name):
-            raise InputError(f"{name} after --: it is a flag of serve, which has to know; name it before")
+            raise InputError(f"{name} after --: place it before --, as a flag of serve")
     if api_key() is None and not (options.loopback_only or options.anyone_may_run_code):
         raise InputError(
-            f"--host {options.host}: without a key whoever reaches port {options.port} runs code here; "
+            f"--host {options.host}: without a key anyone who reaches port {options.port} can run code here: "
             f"set {KEY_VARIABLE} (`openssl rand -hex 32`) here and for the trainer, or --anyone-may-run-code"
         )
     config = model_config(options.model)
     head_dim = _head_dim(config)
     if not 0 <= options.lora_rank <= LORA_RANKS[-1]:
-        raise InputError(f"--lora-rank {options.lora_rank}: vLLM takes 1 to {LORA_RANKS[-1]}")
+        raise InputError(f"--lora-rank {options.lora_rank}: vLLM supports 1 to {LORA_RANKS[-1]}")
     if options.routes and not config.get("num_experts"):
-        raise InputError(f"--routes: {options.model}/config.json names no experts (num_experts)")
+        raise InputError(f"--routes: {options.model}/config.json has no experts (num_experts)")
     if vllm.on_cpu and head_dim and head_dim not in CPU_HEAD_DIMS:
         sizes = ", ".join(map(str, CPU_HEAD_DIMS))
-        raise InputError(f"{options.model}/config.json: head_dim {head_dim}: vLLM on a CPU can do {sizes}")
+        raise InputError(f"{options.model}/config.json: head_dim {head_dim}: vLLM on a CPU supports {sizes}")
 
 
 def model_config(model: Path) -> dict[str, Any]:
-    """The checkpoint's config.json; ``InputError`` where there is none."""
+    """Return the checkpoint's config.json. Raises ``InputError`` if it cannot be read."""
     path = model / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
-        raise InputError(f"--model {model}: no Hugging Face checkpoint, {path} cannot be read") from None
+        raise InputError(f"--model {model}: not a Hugging Face checkpoint: cannot read {path}") from None
     except ValueError as error:
         raise InputError(f"{path}: not JSON: {error}") from None
     if not isinstance(content, dict):
@@ -201,19 +192,18 @@ def _head_dim(config: Mapping[str, Any]) -> int | None:
 
 
 def write_first_adapter(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write an adapter that changes nothing, for vLLM to start with: rank 1, of one matrix, B = 0.
-
-    Raises:
-        InputError: the ``config`` of the model names no sizes.
-    """
+    """Write an adapter without effect (rank 1, one matrix, B = 0) for vLLM to start with. ``config`` is the
+    model's config.json; raises ``InputError`` if it lacks the sizes."""
     import torch
     from safetensors.torch import save_file
 
+    head_dim = _head_dim(config)
+    if not head_dim:
+        raise InputError("--lora-rank: the model's config.json has no head_dim")
     try:
-        outputs = config["num_attention_heads"] * (_head_dim(config) or 0)
-        sizes = {"A": (1, config["hidden_size"]), "B": (outputs, 1)}
-    except (KeyError, TypeError) as error:
-        raise InputError(f"--lora-rank: config.json of the model has no {error}") from None
+        sizes = {"A": (1, config["hidden_size"]), "B": (config["num_attention_heads"] * head_dim, 1)}
+    except KeyError as error:
+        raise InputError(f"--lora-rank: the model's config.json has no {error}") from None
     folder.mkdir(parents=True, exist_ok=True)
     stem = "base_model.model.model.layers.0.self_attn.q_proj.lora"
     factors = {f"{stem}_{name}.weight": torch.zeros(size) for name, size in sizes.items()}
@@ -223,20 +213,20 @@ def write_first_adapter(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def command(options: ServerOptions, vllm: Installation) -> list[str]:
-    """vLLM's command line. Nothing secret: every user of the machine can read it."""
+    """Return vLLM's command line. It has no secrets, as every user of the machine can read it."""
     dtype = options.dtype
-    if dtype == "auto":  # the checkpoint's own: vLLM's "auto" halves float32
+    if dtype == "auto":  # the checkpoint's dtype; vLLM's "auto" would convert float32 to 16 bits
         config = model_config(options.model)
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "auto")
     words = [str(vllm.program), "serve", str(options.model)]
     words += ["--host", options.host, "--port", str(options.port), "--dtype", dtype]
     words += ["--served-model-name", "base" if options.lora_rank else MODEL, "--enable-scale-out"]
-    if options.lora_rank:  # whoever asks for the policy gets the adapter
+    if options.lora_rank:  # the policy's name is that of the adapter
         rank = next(rank for rank in LORA_RANKS if rank >= options.lora_rank)
         words += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
         words += ["--lora-target-modules", *LORA_TARGETS]
         words += ["--lora-modules", f"{MODEL}={options.adapter_folder.absolute()}"]
-    # With a tokenizer it can stop at strings (rollout.stop); else it goes on, and the trainer cuts off.
+    # With a tokenizer vLLM stops at strings (rollout.stop). Without one the trainer cuts the response.
     tokenizers = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if not any((options.model / name).is_file() for name in tokenizers):
         words += ["--skip-tokenizer-init"]
@@ -244,10 +234,10 @@ def command(options: ServerOptions, vllm: Installation) -> list[str]:
     words += ["--weight-transfer-config", json.dumps({"backend": BACKENDS[options.backend]})]
     words += ["--worker-extension-cls", EXTENSION]
     if vllm.on_cpu:
-        # A prompt that is read in parts has its random stream set back, which torch cannot do on a CPU: the
-        # engine would die, also of responses that are read again because an update met them.
+        # Chunked prefill resets a request's random stream, which torch cannot do on a CPU: the engine would
+        # die. This concerns prompts, and responses that are read again after a weight update.
         words += ["--enforce-eager", "--no-enable-chunked-prefill"]
-    elif options.colocated:  # on a CPU the routes are there without it, and move nothing
+    elif options.colocated:  # on a CPU, vLLM has the sleep routes without this flag; they do nothing
         words += ["--enable-sleep-mode"]
     if options.routes:
         words += ["--enable-return-routed-experts"]
@@ -255,16 +245,16 @@ def command(options: ServerOptions, vllm: Installation) -> list[str]:
     if len(options.gpus) > 1:
         words += ["--tensor-parallel-size", str(len(options.gpus))]
     words += options.extra
-    # Last: vLLM puts the middleware that it is told of last before all others.
+    # Last: vLLM runs the middleware that is named last before all others.
     return words if api_key() is None else [*words, "--middleware", GUARD]
 
 
 def environment(*, on_cpu: bool, gpus: Sequence[str] = ()) -> dict[str, str]:
-    """vLLM's environment: ours, VLLM_API_KEY included, without those of torchrun, our Python and allocator.
-    The server sees ``gpus`` only, by default all."""
+    """Return vLLM's environment: this process's, VLLM_API_KEY included, without variables of torchrun, Python
+    and the allocator. ``gpus``: the only GPUs that vLLM sees; empty: all."""
     kept = {name: value for name, value in os.environ.items() if not _NOT_FOR_VLLM.fullmatch(name)}
     defaults = {"VLLM_NO_USAGE_STATS": "1"} | ({"VLLM_CPU_KVCACHE_SPACE": "1"} if on_cpu else {})  # GiB
     if gpus:
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    # Its other front end has no middleware.
+    # The Rust front end has no middleware.
     return defaults | kept | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_RUST_FRONTEND": "0"}

@@ -1,9 +1,9 @@
-"""Runs a command and ends all that it started when stdin closes: when the owner ends, however it ends.
+"""Runs a command and ends all of its processes when stdin closes, which happens when the owner ends.
 
     python guard.py GRACE_SECONDS COMMAND...
 
-Only the owner has the other end of stdin. The kernel closes it also after ``kill -9``, which the owner could
-not act on. A file of its own without imports of ours: it starts at once and stays small.
+Only the owner has the other end of stdin, and the kernel closes it even after ``kill -9``. Imports nothing of
+the package, to start fast and stay small.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ import time
 
 
 def main(grace_seconds: float, command: list[str]) -> None:
-    """Never returns: the whole process group is killed at last, this process with it."""
-    # SIGTERM goes to the whole group, and this process has to outlive it. A handler, unlike SIG_IGN, does not
-    # pass on to the command.
+    """Run the command. Never returns: at the end it kills its process group, itself included."""
+    # This process must survive the SIGTERM to its group. The command inherits SIG_IGN, but not a handler.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    # The owner never writes to the pipe, so what can be read is its end.
+    # The owner never writes to the pipe, so it becomes readable only when it is closed.
     while child.poll() is None and not select.select([sys.stdin], [], [], 0.2)[0]:
         pass
     if child.returncode is None:

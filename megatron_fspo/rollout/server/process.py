@@ -1,4 +1,4 @@
-"""One vLLM server as a child: start, health, stop."""
+"""One vLLM server as a child process: start, health check, stop."""
 
 from __future__ import annotations
 
@@ -30,15 +30,12 @@ LOG_LINES = 20
 GRACE_SECONDS = 10.0
 """Seconds from SIGTERM to SIGKILL, for the whole process group."""
 _GUARDED = "/is_paused"
-"""A development route that changes nothing."""
+"""A development route without side effects, to test that the key is required."""
 
 
 class ServerProcess:
-    """A vLLM server that ends, workers and all, with :meth:`stop` or with this process, even by kill -9.
-
-    Raises:
-        InputError: vLLM is not there, or cannot serve this.
-    """
+    """A vLLM server that ends, workers included, by :meth:`stop` or with this process, even after kill -9.
+    Raises ``InputError`` if vLLM is not installed, or cannot serve with these options."""
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
@@ -53,11 +50,11 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """True while the process runs. It may still be loading."""
+        """True while the process runs, even if the model is still loading."""
         return self._guard is not None and self._guard.poll() is None
 
     def launch(self) -> None:
-        """Start, and do not wait; an InputError if the port is taken."""
+        """Start the server without waiting for it. Raises ``InputError`` if the port is taken."""
         self.stop()
         self._check_port()
         log = self.options.log_file
@@ -67,7 +64,7 @@ class ServerProcess:
         words = command(self.options, self._vllm)
         with log.open("ab") as file:
             self._log_start = file.tell()
-            # In a session of its own: Ctrl-C in the terminal reaches us alone, and we end the group in order.
+            # In its own session, so that Ctrl-C reaches only this process, which ends the group in order.
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", str(Path(guard.__file__)), str(GRACE_SECONDS), *words],
                 stdin=subprocess.PIPE,
@@ -78,31 +75,29 @@ class ServerProcess:
             )
 
     def wait(self, pause: Callable[[], None] = lambda: time.sleep(0.25)) -> None:
-        """Wait until it serves.
+        """Wait until the server is healthy, calling ``pause``, whose exceptions propagate, between checks.
 
-        Raises:
-            TrainingError: it ended, or took more than ``start_seconds``, with the last lines of its log; or
-                it has a key and answers without.
-            BaseException: what ``pause`` raises between two looks.
+        Raises ``TrainingError`` if the server ends or exceeds ``start_seconds`` (the message has the end of
+        its log), or if there is a key but it answers requests without it.
         """
         seconds = self.options.start_seconds
         end = time.monotonic() + seconds
         while not self.healthy():
             if not self.alive:
-                raise TrainingError(f"vLLM ended while it started; {self.log_end()}")
+                raise TrainingError(f"vLLM ended during its start; {self.log_end()}")
             if time.monotonic() > end:
                 raise TrainingError(f"vLLM is not ready after {seconds:g} s; {self.log_end()}")
             pause()
         if api_key() is not None and (status := self._status(_GUARDED, timeout_seconds=60)) != 401:
-            raise TrainingError(f"vLLM does not ask for the key: {self.url}{_GUARDED} answers {status}")
+            raise TrainingError(f"vLLM does not require the key: {self.url}{_GUARDED} answers {status}")
 
     def healthy(self) -> bool:
-        """Return True if it answers that it serves."""
+        """Return True if the server runs and its health route answers 200."""
         return self.alive and self._status("/health", timeout_seconds=5.0) == 200
 
     def _status(self, route: str, timeout_seconds: float) -> int | None:
-        """The status of the answer to a GET without the key; None for no answer."""
-        # Not through urllib: a proxy in the environment is no way to this machine.
+        """Return the status of a GET without the key; None: no answer."""
+        # Not urllib, which would use a proxy from the environment.
         host, port = self.options.connect_host, self.options.port
         connection = http.client.HTTPConnection(host, port, timeout=timeout_seconds)
         try:
@@ -114,7 +109,7 @@ class ServerProcess:
             connection.close()
 
     def stop(self) -> None:
-        """End it and all that it started, within some 15 seconds. May be called again, and before a start."""
+        """End the server and all of its processes, within 20 seconds. Does nothing if it is not running."""
         process, self._guard = self._guard, None
         if process is None:
             return
@@ -124,16 +119,16 @@ class ServerProcess:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_SECONDS + 5)
         finally:
-            # Also where the guard itself was killed. Until its memory and ports are free, or some seconds.
+            # In case the guard itself was killed. Repeat until no process holds memory or ports, at most 5 s.
             end = time.monotonic() + 5
-            with suppress(ProcessLookupError, PermissionError):  # the latter on macOS, for what is not reaped
+            with suppress(ProcessLookupError, PermissionError):  # PermissionError: zombies on macOS
                 while time.monotonic() < end:
                     os.killpg(process.pid, signal.SIGKILL)
                     time.sleep(0.02)
             process.wait()
 
     def log_end(self) -> str:
-        """The file, and the last lines of this start."""
+        """Return the log file's name and its last lines since this start."""
         log = self.options.log_file
         with log.open("rb") as file:
             file.seek(self._log_start)
@@ -141,10 +136,10 @@ class ServerProcess:
         return "\n  ".join([f"the end of {log}:", *lines[-LOG_LINES:]])
 
     def _check_port(self) -> None:
-        """Another server there would pass for ours."""
+        """Raise ``InputError`` if the port is taken: another server would be mistaken for ours."""
         host, port = self.options.host, self.options.port
-        if not 0 < port < 2**16:  # getaddrinfo takes the rest of the division
-            raise InputError(f"--port {port}: a port is from 1 to 65535")
+        if not 0 < port < 2**16:  # getaddrinfo would use it modulo 2**16
+            raise InputError(f"--port {port}: must be from 1 to 65535")
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             socket.create_server(address[:2], family=family).close()  # with SO_REUSEADDR, as vLLM does

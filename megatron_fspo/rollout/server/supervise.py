@@ -1,4 +1,4 @@
-"""``megatron-fspo serve``: keep servers running until asked to stop, each on GPUs of its own."""
+"""``megatron-fspo serve``: runs servers, each on its own GPUs, until it is stopped."""
 
 from __future__ import annotations
 
@@ -21,60 +21,52 @@ from megatron_fspo.rollout.server.process import ServerProcess
 
 MAX_RESTARTS = 3
 RESTART_WINDOW = 600.0
-"""Seconds: more restarts than the maximum in this time is no accident."""
+"""Seconds in which a server may restart at most ``MAX_RESTARTS`` times."""
 _POLL_SECONDS = 0.5
 
 
 class _Stop(Exception):
-    """The server is to end: SIGTERM or Ctrl-C came, or the parent is gone."""
+    """The servers must end: after SIGTERM or Ctrl-C, or because the parent process has ended."""
 
 
 def gpu_numbers(text: str) -> tuple[str, ...]:
-    """``0-3,6`` → 0, 1, 2, 3 and 6.
-
-    Raises:
-        InputError: it is not that, or names one twice.
-    """
+    """Parse ``0-3,6`` to 0, 1, 2, 3 and 6. Raises ``InputError`` for bad syntax or repeated numbers."""
     numbers: list[str] = []
     for entry in text.split(","):
         first, dash, last = entry.partition("-")
         if not (first.isdecimal() and (last.isdecimal() if dash else not last)):
-            raise InputError(f"--gpus {text}: numbers and ranges are wanted, such as 0-3,6")
+            raise InputError(f"--gpus {text}: must be numbers and ranges, such as 0-3,6")
         numbers += map(str, range(int(first), int(last or first) + 1))
     if len(set(numbers)) < len(numbers) or not numbers:
-        raise InputError(f"--gpus {text}: names a GPU twice, or none")
+        raise InputError(f"--gpus {text}: has a GPU twice, or none")
     return tuple(numbers)
 
 
 def assign_gpus(options: ServerOptions, gpus: Sequence[str], per_server: int) -> list[ServerOptions]:
-    """Return one server for each run of ``per_server`` GPUs, on ports that follow one another.
-
-    Raises:
-        InputError: GPUs would be left over; or one log file is named for several servers.
-    """
+    """Return options of one server per ``per_server`` GPUs, on consecutive ports. Raises ``InputError`` if
+    GPUs would be left over, or several servers would share a log file."""
     if per_server < 1 or len(gpus) % per_server:
-        raise InputError(f"--gpus-per-server {per_server} does not divide the {len(gpus)} of --gpus")
+        raise InputError(f"--gpus-per-server {per_server} does not divide the {len(gpus)} GPUs of --gpus")
     shares = [tuple(gpus[i : i + per_server]) for i in range(0, len(gpus), per_server)]
     if options.log is not None and len(shares) > 1:
-        raise InputError(f"--log {options.log}: {len(shares)} servers cannot share one")
+        raise InputError(f"--log {options.log}: {len(shares)} servers cannot share one log: remove --log")
     return [replace(options, gpus=share, port=options.port + i) for i, share in enumerate(shares)]
 
 
 def supervise_all(servers: Sequence[ServerOptions], *, keep_alive: bool) -> int:
-    """Serve until SIGTERM, Ctrl-C, or the parent's end, unless ``keep_alive``; a server that crashed starts
-    again.
+    """Run servers until SIGTERM, Ctrl-C or, without ``keep_alive``, the parent's end. Restart crashed ones.
 
-    After a restart it serves the checkpoint's weights, under the version ``default``: who sent it newer ones
-    has to send them again. One of several that is given up leaves the others alone.
+    A restarted server has the checkpoint's weights, as version ``default``, and needs the latest weight
+    update again. If one of several servers crashes too often, the others continue.
 
     Returns:
-        0 after SIGTERM or the parent's end; 1 when all of several have ended by themselves. Ctrl-C goes on as
+        0 after SIGTERM or the parent's end; 1 if all of several servers failed. Ctrl-C propagates as
         KeyboardInterrupt.
 
     Raises:
-        InputError, TrainingError: as of :class:`ServerProcess`, or it crashed too often; with one server.
+        InputError, TrainingError: the only server failed as in :class:`ServerProcess`, or crashed too often.
     """
-    # Taken first, so that a parent that ends while we start is noticed.
+    # Read first, to notice a parent that ends during the start.
     parent = None if keep_alive else os.getppid()
     end = threading.Event()
 
@@ -89,7 +81,7 @@ def supervise_all(servers: Sequence[ServerOptions], *, keep_alive: bool) -> int:
         try:
             wait(running)
         finally:
-            # Nothing interrupts the end: what is left over would hold the port and the memory.
+            # Nothing must interrupt the cleanup: leftover processes would hold ports and memory.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
             end.set()
@@ -107,7 +99,7 @@ def _supervise(options: ServerOptions, pause: Callable[[], None], alone: bool) -
     try:
         server = ServerProcess(options)
         if api_key() is None and not options.loopback_only:
-            _say(f"--host {options.host}: no key, so whoever reaches port {options.port} runs any code here")
+            _say(f"--host {options.host}: no key: anyone who reaches port {options.port} can run code here")
         try:
             server.launch()
             server.wait(pause)
@@ -146,7 +138,7 @@ def _watch(server: ServerProcess, pause: Callable[[], None]) -> NoReturn:
             server.wait(pause)
             print(f"vLLM is ready again at {server.url}, with the checkpoint's weights", flush=True)
         except TrainingError:
-            server.stop()  # one that hangs is one that crashed
+            server.stop()  # a hanging start counts as a crash
 
 
 def _say(line: str) -> None:

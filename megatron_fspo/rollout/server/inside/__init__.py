@@ -1,12 +1,11 @@
-"""The code that runs inside vLLM: new weights while it serves, checksums of what it has, routes, a guard.
+"""Code that runs inside vLLM: weight updates, checksums of weights, routes, and the check of the API key.
 
-Of this package it imports ``errors`` and, of ``rollout``, ``common``, ``links``, ``checksum`` and ``delta``:
-torch only.
+Of this package it imports only ``errors`` and ``common``, ``links``, ``checksum`` and ``delta`` of
+``rollout``, which need torch only. vLLM's environment has this package without its dependencies.
 
-vLLM finds :func:`register` through the entry point ``vllm.general_plugins`` of this package, which its
-environment has without dependencies (``pip install --no-deps``). ``--weight-transfer-config
-'{"backend": "gloo"}'`` then selects one: ``gloo`` and ``torch_nccl`` broadcast from the trainer, ``disk``
-reads files. (vLLM's own ``nccl`` needs vLLM on the trainer's side, too.)
+vLLM calls :func:`register` through the entry point ``vllm.general_plugins``. ``--weight-transfer-config
+'{"backend": "gloo"}'`` then selects a backend: ``gloo`` and ``torch_nccl`` broadcast from the trainer,
+``disk`` reads files. (vLLM's own ``nccl`` needs vLLM on the trainer's side too.)
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from unittest.mock import patch
 
 
 def register() -> None:
-    """Make the backends known to vLLM. It calls this in every one of its processes, maybe more than once."""
+    """Register the backends. vLLM calls this in each of its processes, possibly more than once."""
     from vllm.config import VllmConfig
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
     from vllm.platforms import current_platform
@@ -29,7 +28,7 @@ def register() -> None:
         verify = VllmConfig._verify_aux_output_compatibility
 
         def verify_others(config: Any) -> None:
-            # As on platforms with model runners of their own: ours is cpu_routes.
+            # Out-of-tree platforms have their own model runners, so vLLM accepts them; ours is cpu_routes.
             with patch.object(type(current_platform), "is_out_of_tree", lambda _: True):
                 verify(config)
 

@@ -1,8 +1,8 @@
-"""The policy's adapters in a vLLM worker: new ones in the place of the old, while requests go on.
+"""Replaces the policy's adapter in a vLLM worker while it serves requests.
 
-``serve --lora-rank`` starts vLLM with an adapter under the policy's name, so that every request goes through
-it. New factors take its number and its slot in each worker's memory; nothing is read from a disk. (vLLM's own
-``load_inplace`` leaves keys and values of the old adapter in the cache; here it is reset after every update.)
+``serve --lora-rank`` starts vLLM with an adapter under the policy's name, which every request uses. New
+factors replace its factors in each worker's memory, under the same number and without disk access. (vLLM's
+``load_inplace`` keeps cached keys and values of the old adapter; here each update resets the cache.)
 """
 
 from __future__ import annotations
@@ -13,33 +13,29 @@ from typing import Any
 from torch import Tensor
 
 _SLOT = 0
-"""Of ``--max-loras 1``."""
+"""The only slot, with ``--max-loras 1``."""
 
 
 class AdapterLoading:
-    """Takes tensors named ``model.layers.0.self_attn.q_proj.lora_A.weight`` and so on; B brings the scale."""
+    """Loads tensors named ``model.layers.0.self_attn.q_proj.lora_A.weight`` etc.; B includes the scale."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._factors: dict[str, Tensor] = {}
 
     def begin(self) -> None:
-        """Forget what came before."""
+        """Discard factors of an earlier update."""
         self._factors = {}
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take some of the factors.
-
-        Raises:
-            ValueError: a tensor is no factor of an adapter.
-        """
+        """Store some of the factors. Raises ``ValueError`` for a tensor that is not a factor."""
         for name, tensor in tensors:
             if ".lora_" not in name:
-                raise ValueError(f"{name}: this server was started with --lora-rank: it takes adapters only")
+                raise ValueError(f"{name}: this server was started with --lora-rank and loads adapters only")
             self._factors[f"base_model.model.{name}"] = tensor.cpu()
 
     def finish(self) -> None:
-        """Serve what came; nothing came where an update failed before."""
+        """Serve the new factors, if any. There are none after a failed update."""
         if not self._factors:
             return
         from vllm.lora.lora_model import LoRAModel
@@ -60,13 +56,13 @@ class AdapterLoading:
         self._factors = {}
 
     def abandon(self) -> None:
-        """End a half-done update: the adapter before it stays."""
+        """Discard an incomplete update, keeping the previous adapter."""
         self._factors = {}
 
 
 def factors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The factors that a worker multiplies with, this worker's shards of them, under the names that they
-    came with; of those that the adapter lacks, nothing."""
+    """Yield this worker's shards of the factors that it computes with, under the names they were sent with.
+    Modules without factors are skipped."""
     manager: Any = getattr(model, "lora_manager", None)
     for number in manager.list_adapters() if manager is not None else ():
         rank = manager.get_adapter(number).rank

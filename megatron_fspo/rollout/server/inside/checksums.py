@@ -1,7 +1,7 @@
-"""Checksums of the weights in a vLLM worker, by which the trainer proves that they are its own.
+"""Checksums of the weights in a vLLM worker, which the trainer compares with its own.
 
-``--worker-extension-cls`` adds :class:`WorkerExtension` to vLLM's workers; ``POST /collective_rpc
-{"method": "weight_checksums"}`` calls its method in each.
+``--worker-extension-cls`` adds :class:`WorkerExtension` to vLLM's workers. ``POST /collective_rpc
+{"method": "weight_checksums"}`` calls its method in each worker.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 from megatron_fspo.rollout.checksum import PACKED, checksum
 from megatron_fspo.rollout.server.inside.adapters import factors
 
-_ROWS = 256  # of unit vectors at a time
+_ROWS = 256  # unit vectors at a time
 
 
 class WorkerExtension:
-    """Becomes a base of vLLM's worker."""
+    """Becomes a base class of vLLM's worker."""
 
     get_model: Any  # the worker's
 
     def weight_checksums(self) -> dict[str, list[str]]:
-        """``Checksum.to_words`` of each tensor of this worker."""
+        """Return ``Checksum.to_words`` of each tensor of this worker."""
         model = self.get_model()
         return {
             name: checksum(tensor).to_words() for each in (weights, factors) for name, tensor in each(model)
@@ -33,19 +33,17 @@ class WorkerExtension:
 
 @torch.no_grad()
 def weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """A vLLM model's weights under Hugging Face names, this worker's shards of them.
-
-    Fused ones are cut into what they were fused from, and rows that pad the vocabulary are cut off. On a CPU
-    a linear layer computes with a packed copy, most often the only one: it is NAME (packed).
-    """
+    """Yield this worker's shards of a vLLM model's weights under Hugging Face names. Fused tensors are split,
+    and rows that pad the vocabulary are removed. The packed copy with which a linear layer computes on a CPU,
+    often the only one, is yielded as "NAME (packed)"."""
     fused: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
-    names = {id(parameter): name for name, parameter in model.named_parameters()}  # of a tied one, the first
+    names = {id(parameter): name for name, parameter in model.named_parameters()}  # of tied ones, the first
     for path, layer in model.named_modules():
         for key, parameter in layer.named_parameters(recurse=False):
             name = names[id(parameter)]
             if parameter.numel() and name == f"{path}.{key}":
                 yield from _pieces(name, parameter, layer, fused)
-            # An embedding has such a copy, too, and does not compute with it.
+            # An embedding has a packed copy too, but does not compute with it.
             computes = hasattr(layer, "cpu_linear") and type(layer).__name__ != "VocabParallelEmbedding"
             if key == "weight" and computes:
                 for piece, tensor in _pieces(name, _packed(layer), layer, fused):
@@ -53,7 +51,7 @@ def weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _packed(layer: Any) -> Tensor:
-    """[out, in]: what the layer multiplies with, from its answers to unit vectors."""
+    """Return the packed weight [out, in], by applying the layer to unit vectors."""
     sizes = ("input_size_per_partition", "input_size", "embedding_dim")
     inputs = next(getattr(layer, name) for name in sizes if hasattr(layer, name))
     units = torch.eye(inputs, dtype=layer.weight.dtype)
@@ -63,9 +61,9 @@ def _packed(layer: Any) -> Tensor:
 def _pieces(
     name: str, tensor: Tensor, layer: Any, fused: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, Tensor]]:
-    if hasattr(layer, "shard_indices"):  # of the vocabulary
+    if hasattr(layer, "shard_indices"):  # sharded by vocabulary
         tensor = tensor[: layer.shard_indices.num_org_elements]
-    name = name.replace(".base_layer.", ".")  # of a layer with an adapter
+    name = name.replace(".base_layer.", ".")  # in a layer with an adapter
     path, module, key = ("." + name).rsplit(".", 2)
     modules = fused.get(module, ())
     sizes = getattr(layer, "output_partition_sizes", ())

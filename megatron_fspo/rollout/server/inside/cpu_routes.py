@@ -1,5 +1,5 @@
-"""Routes from a vLLM on a CPU. Its own ``--enable-return-routed-experts`` needs the model runner V2, which
-needs Triton; here the same parts of vLLM get the same rows from the runner V1."""
+"""Routes from vLLM on a CPU. Its ``--enable-return-routed-experts`` needs model runner V2 and so Triton. Here
+model runner V1 passes the same data to the same vLLM components."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 
 class RoutesWorker(CPUWorker):
-    """Hands vLLM what its routers did in each pass; without asynchronous scheduling."""
+    """Passes the routes of each step to vLLM. Does not support asynchronous scheduling."""
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
@@ -32,7 +32,7 @@ class RoutesWorker(CPUWorker):
             )
         )
         output = super().sample_tokens(grammar_output)
-        if pending is not None:  # on the first of tensor parallel
+        if pending is not None:  # on tensor-parallel rank 0
             pending.enqueue_cpu_copy([len(tokens) for tokens in output.sampled_token_ids], [0] * size)
             output.aux_output_connector_output = pending.process_output()
         return output

@@ -1,8 +1,7 @@
-"""ASGI middleware that asks for the key on every route of vLLM but ``GET /health``.
+"""ASGI middleware that requires the key on every route of vLLM but ``GET /health``.
 
-vLLM's own guard looks at its generation routes only. Its development routes, through which weights are
-updated, run any code that they are given. ``--middleware`` adds this class;
-the middleware that is named last sees a request first.
+vLLM itself protects its generation routes only. Clients of its development routes, which weight updates use,
+can run any code. ``--middleware`` adds this class; the middleware named last gets a request first.
 """
 
 from __future__ import annotations
@@ -22,23 +21,21 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 _REFUSAL = json.dumps(
-    {"error": {"message": f"the key is missing or wrong: {KEY_VARIABLE} has to be the same on both sides"}}
+    {"error": {"message": f"the key is missing or wrong: {KEY_VARIABLE} must be the same on both sides"}}
 ).encode()
 
 
 class RequireKey:
-    """Passes a request on to ``app`` if it brings ``Authorization: Bearer KEY``; KEY is $VLLM_API_KEY.
+    """Forwards a request to ``app`` if it has ``Authorization: Bearer KEY``; KEY is $VLLM_API_KEY.
 
-    Without it an HTTP request is answered with 401, and a WebSocket is closed before it is accepted.
-
-    Raises:
-        InputError: the environment has no key; the server does not start.
+    Otherwise answers an HTTP request with 401, and closes a WebSocket before accepting it. Raises
+    ``InputError`` if the environment has no key, so that the server does not start.
     """
 
     def __init__(self, app: App) -> None:
         key = api_key()
         if key is None:
-            raise InputError(f"{KEY_VARIABLE} is not set, and this server must not answer without a key")
+            raise InputError(f"{KEY_VARIABLE} is not set, but this server must require a key")
         self._app = app
         self._digest = _digest(key.encode())
 
@@ -56,7 +53,7 @@ class RequireKey:
         if len(given) != 1:
             return False
         scheme, _, key = given[0].partition(b" ")
-        # Digests have one length, so that the time of a comparison says nothing about the key.
+        # Digests have equal lengths, so the time of the comparison reveals nothing about the key.
         return bool(scheme.lower() == b"bearer" and hmac.compare_digest(_digest(key), self._digest))
 
 

@@ -1,6 +1,6 @@
 """Weight-transfer engines for vLLM's routes ``/init_weight_transfer_engine`` … ``/finish_weight_update``.
 
-Tensors come under their Hugging Face names and go through the model's ``load_weights``, as at start-up.
+Tensors have Hugging Face names and are loaded by the model's ``load_weights``, as at start-up.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from megatron_fspo.rollout.server.inside.adapters import AdapterLoading
 
 
 class WeightLoading:
-    """Takes the tensors of a checkpoint, layer by layer, in place."""
+    """Loads the tensors of a checkpoint in place, layer by layer."""
 
     def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
         self._model, self._config = model, model_config
 
     def begin(self) -> None:
-        """Prepare all layers."""
+        """Prepare all layers for loading."""
         initialize_layerwise_reload(self._model)
 
     def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -44,16 +44,13 @@ class WeightLoading:
         self._model.load_weights(tensors)  # type: ignore[operator]
 
     def finish(self) -> None:
-        """Serve what came."""
+        """Complete the update and serve the new weights."""
         finalize_layerwise_reload(self._model, self._config)
         repack(self._model)
 
     def abandon(self) -> None:
-        """End a half-done update: layers that are not complete keep the weights that they had.
-
-        Otherwise they would stay without weights, and the next update would be added to the half of this one.
-        What is served now is a mixture, until the next update is done.
-        """
+        """End an incomplete update. Incomplete layers get their previous weights back, so that the next
+        update does not continue this one. Until then the server has a mixture of old and new layers."""
         for layer in self._model.modules():
             info = get_layerwise_info(layer)
             info.loaded_weights.clear()
@@ -62,7 +59,7 @@ class WeightLoading:
 
 
 class _Transfer(WeightTransferEngine):
-    """Loads what :meth:`tensors` yields: adapters where the server has some, else all weights."""
+    """Loads what :meth:`tensors` yields: adapters if the server has them, else all weights."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -72,7 +69,7 @@ class _Transfer(WeightTransferEngine):
         )
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     def start_weight_update(self) -> None:
         self.loading.begin()
@@ -83,7 +80,7 @@ class _Transfer(WeightTransferEngine):
         except BaseException:
             self.loading.abandon()
             raise
-        # vLLM's own would synchronise an accelerator, also where there is none.
+        # vLLM's own method would synchronise an accelerator even if there is none.
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
@@ -97,16 +94,13 @@ class _Transfer(WeightTransferEngine):
         self.loading.finish()
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        """Do nothing."""
 
 
 def repack(model: torch.nn.Module) -> int:
-    """Pack every weight of the CPU backend again; returns how many.
-
-    On a CPU a linear layer multiplies with a packed copy of its weight. A reload replaces the weight and
-    packs again, except the head of a model that ties it to the embedding: it would go on with the old
-    weights, and answer as if nothing were wrong.
-    """
+    """Pack every weight of the CPU backend again; return their number. A linear layer multiplies with a
+    packed copy of its weight there. A reload renews it, except for a head tied to the embedding, which would
+    silently keep the old weights."""
     count = 0
     module: Any
     for module in model.modules():
@@ -121,8 +115,8 @@ _setup_kernel = UnquantizedFusedMoEMethod._setup_kernel
 
 
 def setup_and_pack(method: Any, layer: Any, **weights: Tensor) -> None:
-    """Pack experts for the CPU after a reload as after the start, where vLLM does so itself: the kernel would
-    take the rows of the new weights for packed ones, and answer as if nothing were wrong."""
+    """Pack experts for the CPU after a reload, which vLLM does at the start only. Otherwise the kernel would
+    silently read the new weights as packed ones."""
     reload = method.moe_kernel is not None
     _setup_kernel(method, layer=layer, **weights)
     if reload:
@@ -133,14 +127,14 @@ if current_platform.is_cpu():
     UnquantizedFusedMoEMethod._setup_kernel = setup_and_pack
 
 
-# After every update vLLM drops all adapters, as if they had belonged to other weights. A server with adapters
-# takes nothing else, and would go back to the one that it was started with.
+# After every update vLLM drops all adapters, as they may belong to old base weights. Here updates contain
+# adapters only, and the server would return to the one that it started with.
 LoRAModelRunnerMixin.reset_lora_state = lambda _: None
 
 
 @dataclass
 class BroadcastInit(WeightTransferInitInfo):
-    """The address at which the ranks of the transfer meet. Rank 0 is the trainer."""
+    """Address at which the ranks of the transfer connect. Rank 0 is the trainer."""
 
     master_address: str
     master_port: int
@@ -149,14 +143,14 @@ class BroadcastInit(WeightTransferInitInfo):
     """Rank of this server's first worker."""
     timeout_seconds: float = 300.0
     joined: bool = False
-    """The worker is in that group already, or else that is an error."""
+    """Only check that the worker is in that group already."""
     delta: bool = False
-    """The trainer sends what changed since its last update in the group."""
+    """The trainer sends changes since its last update in the group."""
 
 
 @dataclass
 class BroadcastUpdate(WeightTransferUpdateInfo):
-    """The tensors that the trainer broadcasts now, in this order."""
+    """The tensors that the trainer broadcasts next, in this order."""
 
     names: list[str]
     dtype_names: list[str]
@@ -164,7 +158,7 @@ class BroadcastUpdate(WeightTransferUpdateInfo):
 
 
 class GlooTransfer(_Transfer):
-    """Broadcasts through the CPU and TCP, in a group of the trainer's first rank and all workers."""
+    """Receives broadcasts through CPU and TCP, in a group of the trainer's first rank and all workers."""
 
     init_info_cls = BroadcastInit
     update_info_cls = BroadcastUpdate
@@ -175,7 +169,7 @@ class GlooTransfer(_Transfer):
         self._held: Held | None = None
 
     def receiver(self) -> Receiver:
-        """Make what takes the tensors: all that the kinds of broadcast differ in."""
+        """Create the receiver of tensors, the only difference between the kinds of broadcast."""
         return Receiver(join_gloo, torch.device("cpu"))
 
     def init_transfer_engine(self, init_info: BroadcastInit) -> None:
@@ -201,7 +195,7 @@ class GlooTransfer(_Transfer):
 
 
 class NCCLTransfer(GlooTransfer):
-    """Broadcasts from GPU to GPU."""
+    """Receives broadcasts from GPU to GPU."""
 
     def receiver(self) -> Receiver:
         return Receiver(join_nccl, self.device)
@@ -209,7 +203,7 @@ class NCCLTransfer(GlooTransfer):
 
 @dataclass
 class DiskInit(WeightTransferInitInfo):
-    """Nothing to agree on."""
+    """Empty, as files need no connection."""
 
 
 @dataclass
@@ -220,7 +214,7 @@ class DiskUpdate(WeightTransferUpdateInfo):
 
 
 class DiskTransfer(_Transfer):
-    """Reads files on a disk that trainer and server share."""
+    """Reads files from a disk that trainer and server share."""
 
     init_info_cls = DiskInit
     update_info_cls = DiskUpdate
