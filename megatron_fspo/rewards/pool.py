@@ -101,11 +101,8 @@ class Threads:
 
     def _work(self) -> None:
         thread = threading.get_ident()
-        while (item := self._queue.get()) is not None:
+        while (item := self._queue.get()) is not None and not self._interrupted:
             future, call = item
-            if self._interrupted:
-                future.cancel()
-                break
             with suppress(InvalidStateError):  # cancelled meanwhile
                 try:
                     try:

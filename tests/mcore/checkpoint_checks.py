@@ -221,7 +221,7 @@ def check_damage(model: Path, out: Path) -> dict[str, bool]:
                 found[name] = f"{path} is damaged: " in refusal(policy, folder)
     load_checkpoint(policy, folder)
     on_first_rank(lambda: (folder / SUMS).rename(out / SUMS))
-    found["a lost list"] = f"{folder / SUMS} not found" in refusal(policy, folder)
+    found["a lost list"] = f"{folder / SUMS} is missing" in refusal(policy, folder)
     on_first_rank(lambda: (out / SUMS).rename(folder / SUMS))
     return found
 

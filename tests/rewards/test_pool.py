@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import pytest
 from processes_of import gone, workers
 
 from launch import REPO, environment
-from megatron_fspo.rewards.pool import Interrupted, KillablePool, Threads, Unfinished, WorkerError
+from megatron_fspo.rewards.pool import KillablePool, Unfinished, WorkerError
 
 LIMIT = 3.0  # seconds: enough for what ends by itself, on a machine that does much else
 PROGRAM = Path(__file__).with_name("pool_program.py")
@@ -194,19 +193,3 @@ def test_no_worker_outlives_the_program(end: str) -> None:
     assert len(processes) == 2
     assert ("ZeroDivisionError" in errors) == (end == "exception"), errors
     assert gone(processes)
-
-
-def test_an_interrupt_cancels_calls_that_wait() -> None:
-    threads, begun = Threads(1), threading.Event()
-
-    def endless() -> None:
-        begun.set()
-        while True:
-            pass
-
-    running, waiting = threads.submit(endless), threads.submit(list)
-    assert begun.wait(10)
-    threads.interrupt(0.0)
-    assert outcome(running) is Interrupted
-    with pytest.raises(CancelledError):
-        waiting.result(10)

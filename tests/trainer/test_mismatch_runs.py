@@ -81,7 +81,7 @@ def test_the_log_has_alarms_and_what_a_correction_leaves(done: Done) -> None:
     for name in ("plain", "gate"):
         row, out = done[name]
         assert row["rollout/mismatch_alarm"] == 0 and "Likeliest cause" not in out
-        little = [line for line in out.splitlines() if "leaves responses a mean weight" in line]
+        little = [line for line in out.splitlines() if "responses a mean weight of" in line]
         assert len(little) == (name == "gate") and all("correction.c = " in line for line in little)
     row, out = done["top-p"]
     assert row["rollout/mismatch_alarm"] == 1

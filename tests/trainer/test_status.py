@@ -42,7 +42,7 @@ def test_a_slow_rank_is_named(slow: tuple[Path, str, str]) -> None:
     assert [row["perf/slowest_rank"] for row in found] == [1, 1, 1]
     assert all(1.3 < row["perf/slowest_rank_over_median"] < 10 for row in found)
     (line,) = (line for line in output.splitlines() if "times the median" in line)
-    assert line.startswith(f"step 3: rank 1 on {socket.gethostname()} needed ") and "for 3 steps" in line
+    assert line.startswith(f"step 3: rank 1 on {socket.gethostname()} took ") and "for 3 steps" in line
 
 
 @pytest.mark.slow
