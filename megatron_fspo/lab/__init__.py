@@ -1,4 +1,4 @@
-"""What looks at runs, dumps and data: plan, calibrate, report, explain, sweep, status, data check.
+"""Commands on runs, dumps and data: plan, calibrate, report, explain, sweep, status, data check.
 
-Training imports nothing of it; its packages are the extra ``lab``.
+Only ``megatron_fspo.cli`` imports them. Their dependencies are the extra ``lab``.
 """

@@ -187,7 +187,7 @@ def test_turns_on_shared_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     sent = stage["phases"]["sync"]["weights on their way to the servers"]
     assert found["turns"]["update"] == weights + sent
     status, out, _ = run(capsys, *words, "--server-share", "0.98")
-    assert status == 1 and "DOES NOT FIT: the turn of the servers needs 78.4 GiB of 74.0" in out
+    assert status == 1 and "DOES NOT FIT: the turn of the servers needs 78.4 of 74.0 GiB" in out
 
 
 def test_what_does_not_fit_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,7 +207,7 @@ def test_what_does_not_fit_and_what_would(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--model gpt-5", "gpt-5: neither a folder with a config.json nor one of smollm2-135m"),
+        ("--model gpt-5", "gpt-5 is neither a folder with a config.json nor one of smollm2-135m"),
         ("--nproc 6", "does not divide the world size 6"),
         ("--nproc 0", "--nproc 0: must be"),
         (
@@ -219,7 +219,7 @@ def test_what_does_not_fit_and_what_would(capsys: pytest.CaptureFixture[str]) ->
         ("--assume flops=-1", "--assume flops=-1: must be"),
         ("--server-share 85", "--server-share 85: must be"),
         ("--servers 0", "--servers 0: must be"),
-        ("--servers 8", "rollout.engine = embedded has none"),
+        ("--servers 8", "rollout.engine = embedded uses no servers"),
         ("--reserve 80", "must be less than --gpu-memory 80"),
         ("--parallel.tensr 2", "did you mean parallel.tensor"),
     ],

@@ -1,7 +1,6 @@
-"""The needs of a run before it is started: memory of every rank, bytes of a checkpoint, time of a step.
+"""``megatron-fspo plan``: memory of every rank, size of checkpoints and time of a step, before a run starts.
 
-Arithmetic from a configuration and an architecture: no GPU, no job, no checkpoint, no Megatron. :mod:`.shape`
-is what all of it follows from. :mod:`.state` (parameters, gradients, optimizer, checkpoints) is exact,
-:mod:`.activations` counts tensors, :mod:`.speed` estimates times, :mod:`.plan` puts a run together and
-:mod:`.command` prints it, with single changes that make it fit.
+Computed from configuration and architecture, without a GPU or a checkpoint. All modules build on
+:mod:`.shape`. :mod:`.state` (parameters, gradients, optimizer, checkpoints) is exact, :mod:`.activations`
+counts tensors, :mod:`.speed` estimates times, :mod:`.plan` combines them and :mod:`.command` prints the plan.
 """

@@ -1,14 +1,13 @@
-"""Activations: the tensors that a micro-batch leaves for backward, and the peak of an optimizer step.
+"""Activations: the tensors that a micro-batch saves for backward, and the peak of an optimizer step.
 
-Two columns. ``local`` is what our layers on Megatron's local specification save: on a CPU measured, by
-``benchmarks/plan_memory.py`` and ``tests/plan``; on a GPU, where norms are single kernels, compared with
-traces (``benchmarks/trace_layouts.py``). So is ``transformer_engine``: fused norm and product, fused RoPE and
-SwiGLU, attention, which saves q, k, v, its output and a log-sum-exp per row. Experts are those of Megatron's
-all-to-all dispatcher; their tokens are taken to be spread evenly over all ranks that share them. The log-prob
-head has the chunks of :mod:`megatron_fspo.parallel.head`, or its kernels.
+Layers have two implementations. ``local``: our layers on Megatron's local specification, measured on CPUs
+(``benchmarks/plan_memory.py``, ``tests/plan``); on GPUs a norm is one kernel, and the sizes are compared with
+traces (``benchmarks/trace_layouts.py``). ``transformer_engine``, compared with traces: fused norm and linear,
+fused RoPE and SwiGLU, and attention that saves q, k, v, its output and a log-sum-exp per row. Experts use
+Megatron's all-to-all dispatcher, with tokens spread evenly over the ranks. The log-prob head uses the chunks
+or the kernels of :mod:`megatron_fspo.parallel.head`.
 
-Packs differ; a plan takes a full one. Under full recompute a layer keeps its input alone, and one layer at a
-time is whole.
+A plan assumes full packs. With full recompute, all layers save only their input, except one at a time.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from megatron_fspo.parallel.head import BLOCK_LOGITS, CHUNK_TOKENS, GRADIENT_BYT
 from megatron_fspo.weights import has_parameter
 
 _BATCH = 45
-"""Bytes per token of a micro-batch itself: ids, positions, labels, mask, segment, log-probs."""
+"""Bytes per token of the micro-batch itself: ids, positions, labels, mask, segment, log-probs."""
 _FP32 = 4
-_PER_ROW = 8 + 8 + 4 * _FP32  # of the head: index, label, m, Z, H and log p
+_PER_ROW = 8 + 8 + 4 * _FP32  # per row of the head: index, label, m, Z, H and log p
 
 
 @dataclass(frozen=True)
 class KeptTensor:
-    """A tensor, or several alike, that one layer keeps for backward: bytes by implementation of the layer."""
+    """One or several tensors that a layer saves for backward: bytes by implementation of the layer."""
 
     what: str
     local: float
@@ -37,30 +36,30 @@ class KeptTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """Bytes of one pipeline stage in backward."""
+    """Bytes on a rank of one pipeline stage."""
 
     held: float
-    """Kept for the backward of all micro-batches that are under way."""
+    """Saved for the backward of all micro-batches in flight."""
     micro_batches: float
-    """Their number; those of virtual stages count by their share of the layers."""
+    """Micro-batches in flight; a virtual stage counts by its share of the layers."""
     moments: dict[str, float]
-    """Bytes on top of those, by what is being computed. They do not come together."""
+    """Computation → bytes that it needs on top. Never two at a time."""
 
 
 def layer_tensors(shape: Shape, pack: PlannedPack) -> list[KeptTensor]:
-    """The tensors that a layer keeps of one micro-batch without recompute."""
+    """Return the tensors that a layer saves for one micro-batch without recompute."""
     return [*_attention(shape, pack), *_mlp(shape, pack)]
 
 
 def layer_bytes(shape: Shape, pack: PlannedPack) -> float:
-    """Their sum for the layers of ``shape``."""
+    """Return the bytes that a layer saves for one micro-batch without recompute."""
     local = shape.layers == "local"
     return sum(tensor.local if local else tensor.transformer_engine for tensor in layer_tensors(shape, pack))
 
 
 def _norm(shape: Shape, pack: PlannedPack, name: str) -> Iterator[KeptTensor]:
-    """Tensors of a norm and the product behind it. On a CPU torch's norm computes in fp32 and keeps that; on
-    a GPU it is one kernel."""
+    """Yield the tensors of a norm and the linear after it. On a CPU, torch's norm computes in fp32 and saves
+    fp32 tensors; on a GPU it is one kernel."""
     tokens = between(shape, pack)
     hidden = tokens * shape.arch.hidden_size
     fused = shape.device == "cuda"
@@ -69,7 +68,7 @@ def _norm(shape: Shape, pack: PlannedPack, name: str) -> Iterator[KeptTensor]:
     )
     yield KeptTensor("its 1/rms", tokens * _FP32, tokens * _FP32)
     yield KeptTensor("its output before the weight", 0 if fused else hidden * _FP32, 0)
-    yield KeptTensor("its output, into a product", hidden * shape.width, hidden * _product_width(shape))
+    yield KeptTensor("its output, into a linear", hidden * shape.width, hidden * _product_width(shape))
 
 
 def _attention(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
@@ -81,18 +80,18 @@ def _attention(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
     normed = has_parameter(arch, "self_attention.q_layernorm.weight")
     if normed:
         stats = t * (arch.num_heads + arch.num_kv_heads) / tp * _FP32
-        # On a GPU the local norm keeps a view of the product; Transformer Engine's copies.
+        # On a GPU the local norm saves a view of the linear's output; Transformer Engine's saves a copy.
         fused = shape.device == "cuda"
         yield KeptTensor("q into its norm", 0 if fused else t * q * _FP32, t * q * width)
         yield KeptTensor("k into its norm", 0 if fused or width == _FP32 else t * kv * _FP32, t * kv * width)
         yield KeptTensor("1/rms of q and k", stats, stats)
         yield KeptTensor("q and k before the weight", 0 if fused else t * (q + kv) * _FP32, 0)
-    # v is a view of it, which Transformer Engine copies. Locally, context parallel copies v; then only k's
-    # norm may still look at it.
+    # The output of the linear stays while a view of it is saved. v is such a view, but Transformer Engine and
+    # local context parallel copy it; then only a norm of k may still save a view.
     viewed = context == 1 or (normed and (width == _FP32 or shape.device == "cuda"))
     product = t * (q + 2 * kv) * width
-    yield KeptTensor("product q, k, v", product if viewed else 0, 0)
-    yield KeptTensor("v, as attention takes it", 0, t * kv * width)
+    yield KeptTensor("q, k and v from their linear", product if viewed else 0, 0)
+    yield KeptTensor("v, into attention", 0, t * kv * width)
     yield KeptTensor("cos and sin of q and of k", 4 * t * arch.head_dim * width, 0)
     yield KeptTensor("q after RoPE", t * q * width, t * q * width)
     if context == 1:
@@ -103,7 +102,7 @@ def _attention(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
         yield KeptTensor("masks", masks * width, 0)
     yield KeptTensor("log-sum-exp", t * heads * _FP32, t * heads * _FP32)
     yield KeptTensor("attention's output, by sequence", t * q * width, 0)
-    yield KeptTensor("attention's output, into a product", t * q * width, t * q * width)
+    yield KeptTensor("attention's output, into a linear", t * q * width, t * q * width)
 
 
 def _mlp(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
@@ -119,61 +118,61 @@ def _mlp(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
         yield KeptTensor("tokens at their experts", tokens, tokens)
     yield KeptTensor("gate and up", 2 * values * width, 2 * values * width)
     yield KeptTensor("silu(gate)", values * width, 0)
-    yield KeptTensor("up, as the product takes it", values * width, 0)
-    yield KeptTensor("silu(gate) · up, into a product", values * width, values * _product_width(shape))
+    yield KeptTensor("up, into the product", values * width, 0)
+    yield KeptTensor("silu(gate) · up, into a linear", values * width, values * _product_width(shape))
 
 
 def _routed(shape: Shape, pack: PlannedPack) -> float:
-    """Tokens that experts of a rank get, each as often as it is sent to one."""
+    """Return the tokens that the experts of a rank get, counted once per expert."""
     assert shape.arch.experts is not None
     return between(shape, pack) * shape.arch.experts.per_token
 
 
 def layer_input(shape: Shape, pack: PlannedPack) -> float:
-    """Bytes that a layer keeps under full recompute."""
+    """Return the bytes that a layer saves with full recompute."""
     return between(shape, pack) * shape.arch.hidden_size * shape.width
 
 
 def layer_backward(shape: Shape, pack: PlannedPack) -> float:
-    """The most that the backward of a layer adds to what the layer saved: gradients of activations and,
-    locally, of one matrix. With experts its forward adds more."""
+    """Return the peak bytes that the backward of a layer adds to the saved tensors: gradients of activations
+    and, in local layers, of one matrix. With experts, recomputing its forward adds more."""
     arch, tp = shape.arch, shape.parallel.tensor
     t = pack.tokens / shape.parallel.context
     hidden = between(shape, pack) * arch.hidden_size
     if arch.experts is None:
         values, matrix = t * arch.ffn_size / tp, arch.hidden_size * arch.ffn_size / tp
-        most = 2 * values  # of the activation
+        most = 2 * values  # of gate and up
     else:
         values = _routed(shape, pack) * arch.experts.ffn_size
         matrix = arch.hidden_size * arch.experts.ffn_size
-        # What was sent to the experts, what comes back of them, and the same sorted by sender.
+        # Tokens sent to the experts, those returned, and those sorted by sender.
         most = 3 * _routed(shape, pack) * arch.hidden_size
     if shape.layers == "local":
-        most = max(most, values + matrix, t * arch.hidden_size + 2 * matrix - 3 * values)  # down, and up
+        most = max(most, values + matrix, t * arch.hidden_size + 2 * matrix - 3 * values)  # down; gate and up
     return (hidden + (t * arch.hidden_size if shape.parallel.sequence else 0) + most) * shape.width
 
 
 def kept(shape: Shape, stage: int, chunk: int, pack: PlannedPack) -> float:
-    """Bytes that one micro-batch keeps in a model chunk from its forward to its backward."""
+    """Return the bytes that one micro-batch holds in a model chunk from its forward to its backward."""
     arch, width = shape.arch, shape.width
     hidden = layer_input(shape, pack)
     one = hidden if shape.recompute else layer_bytes(shape, pack)
-    # Angles of positions, and the micro-batch.
+    # Angles of RoPE, and the micro-batch.
     total = shape.chunk_layers * one + max(pack.lengths) * arch.head_dim * _FP32
     total += _BATCH * pack.tokens / shape.parallel.context
-    # Megatron's schedule keeps what came from the stage before and what went to the next. In fp32, and under
-    # recompute, the first is also what the first layer keeps.
+    # Megatron's schedule keeps the input from the previous stage and the output to the next one. In fp32 and
+    # with recompute, that input is also what the first layer saves.
     if (stage or chunk) and not (shape.recompute or width == _FP32):
         total += hidden
     if not shape.is_last(stage, chunk):
         return total + hidden
-    # The last norm's.
+    # The final norm.
     final = 2 * _FP32 / width * hidden if shape.layers == "local" and shape.device == "cpu" else hidden
     return total + final + _head_saved(shape, pack)
 
 
 def in_flight(shape: Shape, stage: int, micro_batches: int) -> int:
-    """Micro-batches (times virtual stages: chunks) of a stage that wait for their backward, at most."""
+    """Return the largest number of forwards of a stage's chunks that wait for their backward."""
     stages, virtual = shape.parallel.pipeline, shape.parallel.virtual_pipeline
     if virtual == 1:
         return min(micro_batches, stages - stage)
@@ -182,63 +181,63 @@ def in_flight(shape: Shape, stage: int, micro_batches: int) -> int:
 
 
 def activations(shape: Shape, stage: int, pack: PlannedPack, micro_batches: int) -> Activations:
-    """The activations of an optimizer step of so many micro-batches, each like ``pack``, on one rank of a
-    pipeline stage, from 0."""
+    """Return the activations of an optimizer step of ``micro_batches`` times ``pack``, on one rank of the
+    pipeline stage ``stage``, from 0."""
     virtual = shape.parallel.virtual_pipeline
     chunks = [kept(shape, stage, chunk, pack) for chunk in range(virtual)]
     flying = in_flight(shape, stage, micro_batches)
     held = sum(chunks) * flying / virtual if flying % virtual else sum(chunks) * (flying // virtual)
-    if shape.parallel.pipeline > 1:  # what came and what goes, forward and back
+    if shape.parallel.pipeline > 1:  # received and sent tensors
         held += 2 * layer_input(shape, pack)
-    held += _gathered(shape, pack)  # a buffer, which Megatron keeps
+    held += _gathered(shape, pack)  # a buffer that Megatron keeps
     again = 0.0
     if shape.recompute:
         again = layer_bytes(shape, pack)
-        # Its input is there already; locally its first norm keeps another one, in fp32. And its output.
+        # Its input is held already, but a local layer's first norm saves one more in fp32. And its output.
         if shape.layers == "local" and shape.width < _FP32:
             again += layer_input(shape, pack)
     table = float(shape.vocab_rows * shape.arch.hidden_size * shape.width)
     tied = shape.arch.tied and shape.parallel.pipeline == 1
     moments = {"a layer's backward": again + layer_backward(shape, pack) + (table if tied else 0)}
     if shape.is_last(stage):
-        # Megatron widens the last stage's output to fp32, which the head narrows again.
+        # Megatron converts the last stage's output to fp32, and the head converts it back.
         widened = between(shape, pack) * shape.arch.hidden_size * _FP32 if shape.width < _FP32 else 0
         moments["the head's forward"] = widened + _gathered(shape, pack) + _chunk(shape, pack)
         moments["the head's backward"] = _head_backward(shape, pack)
         moments["a layer's backward"] -= _head_saved(shape, pack)
     if stage == 0:
-        # All layers of one micro-batch are done by then. A tied table has two gradients, and their sum.
+        # One micro-batch has released its layers by then. A tied table has two gradients and their sum.
         gone = chunks[0] - layer_input(shape, pack) * (shape.parallel.pipeline > 1)
         moments["the embedding's backward"] = (3 if tied else 1) * table - gone + layer_input(shape, pack)
     return Activations(held=held, micro_batches=flying / virtual, moments=moments)
 
 
 def _product_width(shape: Shape) -> int:
-    """Bytes of a value that a product keeps: Transformer Engine keeps the FP8 one."""
+    """Return the bytes per value of a linear's saved input; Transformer Engine saves it in FP8."""
     return 1 if shape.fp8 else shape.width
 
 
 def _head_saved(shape: Shape, pack: PlannedPack) -> float:
-    """Bytes that the log-prob head keeps of a micro-batch for backward: hidden states and a few values per
-    row. What sequence parallel gathers is there only from its forward to its backward."""
+    """Return the bytes of the log-prob head per micro-batch in flight: hidden states, a few values per row.
+    Hidden states gathered by sequence parallel live only until the head's backward: ``moments`` has them."""
     return layer_input(shape, pack) + _PER_ROW * pack.scored
 
 
 def _gathered(shape: Shape, pack: PlannedPack) -> float:
-    """Hidden states that sequence parallel gathers."""
+    """Return the bytes of the hidden states that sequence parallel gathers."""
     return layer_input(shape, pack) * shape.parallel.tensor if shape.parallel.sequence else 0
 
 
 def _head_backward(shape: Shape, pack: PlannedPack) -> float:
-    """The most in backward: the chunk of forward with the gradients of the rows, or what it ends with."""
+    """Return the peak of the head's backward: a chunk and the gradients of the rows, or the final results."""
     arch, width = shape.arch, shape.width
     rows = pack.scored * arch.hidden_size
-    # On CUDA bf16 logits go into the products.
+    # On CUDA, the matrix products take logits in bf16.
     narrowed = 2 * _logits(shape, pack) if shape.device == "cuda" and width < _FP32 else 0
     working = _chunk(shape, pack) + narrowed
     if shape.kernels:
         working = _chunk(shape, pack) + min(GRADIENT_BYTES, pack.scored * shape.vocab_rows * width)
-    # Autograd gets zeros for the weight, whose gradient went to main_grad.
+    # The weight's gradient goes to main_grad; autograd gets zeros instead.
     zeros = shape.vocab_rows * arch.hidden_size * width
     whole = pack.tokens / shape.parallel.context * arch.hidden_size
     given = whole * width + (rows * width if width < _FP32 else 0)
@@ -248,14 +247,14 @@ def _head_backward(shape: Shape, pack: PlannedPack) -> float:
 
 
 def _logits(shape: Shape, pack: PlannedPack) -> float:
-    """Values of the logits of a chunk."""
+    """Return the number of logits of a chunk."""
     count = max(1, -(-pack.scored // CHUNK_TOKENS[shape.device]))
     return -(-pack.scored // count) * shape.vocab_rows
 
 
 def _chunk(shape: Shape, pack: PlannedPack) -> float:
-    """Logits in fp32, scratch for two blocks of them, and what the products take. With kernels, what forward
-    leaves and takes."""
+    """Return the bytes of a chunk: fp32 logits, scratch for two blocks of them, and the inputs of the matrix
+    products. With kernels: the kept logits, and the hidden states."""
     if shape.kernels:
         return min(KEEP_BYTES, pack.scored * shape.vocab_rows * shape.width) + (
             pack.scored * shape.arch.hidden_size * shape.width
@@ -263,7 +262,7 @@ def _chunk(shape: Shape, pack: PlannedPack) -> float:
     logits = _logits(shape, pack)
     chunk_rows = logits // shape.vocab_rows
     block = min(chunk_rows, max(1, BLOCK_LOGITS[shape.device] // shape.vocab_rows)) * shape.vocab_rows
-    # Only CUDA multiplies bf16 into fp32: elsewhere there is a copy of the weight.
+    # Only CUDA multiplies bf16 with an fp32 result; elsewhere the weight is copied to fp32.
     widened = shape.device == "cpu" and shape.width < _FP32
     copy = shape.vocab_rows * shape.arch.hidden_size * _FP32 if widened else 0
     states = chunk_rows * shape.arch.hidden_size * (_FP32 if widened else shape.width)

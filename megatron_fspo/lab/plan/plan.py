@@ -1,4 +1,4 @@
-"""A run on paper: memory by pipeline stage, servers, files, and time of a step by phase."""
+"""The plan of a run: memory by pipeline stage, servers, files, and time of a step by phase."""
 
 from __future__ import annotations
 
@@ -30,41 +30,41 @@ ROUTES = "experts of each token, from the old pass"
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """The assumptions of a plan beside the configuration."""
+    """The assumptions of a plan that are not in the configuration."""
 
     world: int
-    """Ranks that train."""
+    """Number of training ranks."""
     gpu_gib: float = 80.0
     reserve_gib: float = 6.0
-    """GiB of a GPU for CUDA's context, NCCL, workspaces, and the allocator's fragments. A guess."""
+    """GiB of a GPU reserved for the CUDA context, NCCL, workspaces and fragmentation. A guess."""
     mean_prompt: float | None = None
-    """Tokens; half of the longest where nobody says."""
+    """Mean tokens of a prompt; by default half of the limit."""
     mean_response: float | None = None
     servers: int | None = None
-    """vLLM servers; by default as many as ``vllm.urls`` names, one with ``vllm.discovery``."""
+    """Number of vLLM servers; by default those in ``vllm.urls``, or 1 with ``vllm.discovery``."""
     server_gpus: int | None = None
-    """GPUs of one vLLM server, tensor parallel; by default, half of their memory holds the weights."""
+    """GPUs per vLLM server, tensor parallel; by default, half of their memory holds the weights."""
     server_share: float = 0.9
-    """Share of a server's GPU that vLLM takes."""
+    """Share of a server's GPU memory that vLLM uses."""
     machine: Machine = field(default_factory=Machine)
 
     @property
     def room(self) -> float:
-        """Bytes of a GPU that a rank may use."""
+        """Bytes of a GPU available to a rank."""
         return (self.gpu_gib - self.reserve_gib) * GIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Memory of a rank of a pipeline stage; of rank 0 on the first."""
+    """Memory of a rank of a pipeline stage; on the first stage, of rank 0."""
 
     number: int
     always: dict[str, float]
-    """Held from start to end."""
+    """Bytes held permanently."""
     phases: dict[str, dict[str, float]]
-    """Phase of a step → bytes that it has beside; only one phase at a time is there."""
+    """Phase of a step → additional bytes. Phases do not overlap."""
     uneven: float = 0.0
-    """Bytes of an update beside those where its experts get twice their share of tokens."""
+    """Additional bytes of an update in which the rank's experts get twice their share of tokens."""
 
     @property
     def total(self) -> float:
@@ -72,14 +72,14 @@ class Stage:
 
     @property
     def largest(self) -> str:
-        """Name of the largest part of the total."""
+        """Name of the largest item of the total."""
         held = self.always | max(self.phases.values(), key=lambda parts: sum(parts.values()))
         return max(held, key=lambda name: held[name])
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """A run on paper."""
+    """The plan of a run."""
 
     shape: Shape
     given: Given
@@ -91,7 +91,7 @@ class RunPlan:
     phases: list[Phase]
     notes: list[str]
     turns: dict[str, float]
-    """Bytes of a GPU that trainer and servers share, by turn; empty where they have GPUs of their own."""
+    """Turn → bytes on a GPU shared by trainer and servers; empty if servers have their own GPUs."""
 
     @property
     def worst(self) -> Stage:
@@ -99,23 +99,23 @@ class RunPlan:
 
     @property
     def problems(self) -> list[str]:
-        """Everything that does not fit, a line each."""
+        """One line for each thing that does not fit."""
         problems, worst, room = [], self.worst, f"{self.given.room / GIB:.1f}"
         if worst.total > self.given.room:
             problems.append(
-                f"stage {worst.number} needs {worst.total / GIB:.1f} GiB of {room}; most of it: "
+                f"stage {worst.number} needs {worst.total / GIB:.1f} of {room} GiB, most of it for "
                 f"{worst.largest}"
             )
         problems += [
-            f"the turn of the {turn} needs {held / GIB:.1f} GiB of {room}: less --server-share, or more "
-            "--server-gpus or ranks that share the model"
+            f"the turn of the {turn} needs {held / GIB:.1f} of {room} GiB: lower --server-share, raise "
+            "--server-gpus, or split the model over more ranks"
             for turn, held in self.turns.items()
             if held > self.given.room
         ]
         if self.server is not None and self.server.cached_tokens < self.work.pack.lengths[0]:
             problems.append(
-                f"a server of {self.server.gpus} GPUs has room for the keys and values of "
-                f"{self.server.cached_tokens} tokens, less than one response: more --server-gpus"
+                f"the KV cache of a server with {self.server.gpus} GPUs holds {self.server.cached_tokens} "
+                "tokens, fewer than one sequence: raise --server-gpus"
             )
         return problems
 
@@ -125,11 +125,11 @@ class RunPlan:
 
 
 def make_plan(config: Config, arch: Architecture, given: Given) -> RunPlan:
-    """The plan of a run.
+    """Return the plan of a run.
 
     Raises:
-        InputError: the model cannot be spread like this, or not over so many ranks; or servers are counted
-            in a run that has none.
+        InputError: the layout does not fit the model or the number of ranks, there are fewer prompts than
+            data-parallel ranks, or servers are given for the embedded engine.
     """
     check_world(config.parallel, given.world)
     check_parallel(arch, config.parallel)
@@ -141,13 +141,13 @@ def make_plan(config: Config, arch: Architecture, given: Given) -> RunPlan:
         )
     vllm = config.rollout.engine == "vllm"
     if given.servers is not None and not vllm:
-        raise InputError(f"--servers {given.servers}: rollout.engine = embedded has none")
+        raise InputError(f"--servers {given.servers}: rollout.engine = embedded uses no servers")
     servers = _server(config, shape, given) if vllm else None
     work = _work(config, shape, given, servers)
     stages = [_stage(config, shape, work, stage) for stage in range(config.parallel.pipeline)]
     turns = {}
     if servers is not None and config.vllm.colocated:
-        # Those of ``rollout.client.turns`` that are not the trainer's own.
+        # The turns of ``rollout.client.turns`` other than the trainer's.
         weights = max(stage.always["parameters"] for stage in stages)
         turns["update"] = weights + sending_bytes(shape) + servers.weights + servers.receiving
         turns["servers"] = given.server_share * given.gpu_gib * GIB
@@ -171,7 +171,7 @@ def make_plan(config: Config, arch: Architecture, given: Given) -> RunPlan:
 
 
 def _shape(config: Config, arch: Architecture, world: int) -> Shape:
-    """The run's shape; GPUs and Transformer Engine unless it says otherwise."""
+    """Return the run's shape, with GPUs and Transformer Engine unless the configuration excludes them."""
     device = "cpu" if config.model.backend == "cpu" else "cuda"
     local = device == "cpu" or config.model.layers == "local"
     kernels = device == "cuda" and config.model.dtype == "bfloat16" and config.model.head != "torch"
@@ -189,7 +189,7 @@ def _shape(config: Config, arch: Architecture, world: int) -> Shape:
 
 
 def _work(config: Config, shape: Shape, given: Given, servers: ServerMemory | None) -> Work:
-    """The work of a step. Packs are of the longest sequences, as far as a rank has so many."""
+    """Return the work of a step. A pack is full of the longest sequences, if a rank has as many."""
     rollout, batch, context = config.rollout, config.batch, config.parallel.context
     responses = rollout.prompts * rollout.samples
     prompt, response = config.data.max_prompt_tokens, rollout.max_response_tokens
@@ -204,10 +204,10 @@ def _work(config: Config, shape: Shape, given: Given, servers: ServerMemory | No
     share = shares_prompts(config, shape.layers)
     scored = int(sum(lengths) / context * response / (prompt / (rollout.samples if share else 1) + response))
     mean = mine * (mean_prompt + mean_response) - (mine - groups if share else 0) * (mean_prompt - 1)
-    # Before a single optimizer step old and new log-probs are the same, of the model's own samples.
+    # With a single optimizer step on the model's own samples, old and new log-probs are the same.
     same = rollout.engine == "embedded" and batch.mini_batches * batch.epochs == 1
     if servers is None:
-        # Stages decode one after the other, and context-parallel ranks the same rows.
+        # Pipeline stages decode one after the other, and context-parallel ranks decode the same rows.
         samplers, gpus, side_by_side = shape.data, shape.parallel.tensor, rollout.max_batch
     else:
         samplers = given.servers or (1 if config.vllm.discovery else len(config.vllm.urls))
@@ -239,7 +239,7 @@ def _stage(config: Config, shape: Shape, work: Work, number: int) -> Stage:
     if shape.fp8:
         matrices = sum(p.count for p in values if "layers." in p.name and len(p.shape) == 2)
         always["FP8 copies of weights"] = 2 * matrices
-    # The worst rollout, in which all responses are as long as they may be.
+    # The worst rollout: all responses have the maximum length.
     mine = -(-work.responses // (work.mini_batches * shape.data))
     worst = -(-mine // max(1, config.batch.max_tokens // work.pack.lengths[0]))
     kept = activations(shape, number, work.pack, worst)
@@ -257,8 +257,8 @@ def _stage(config: Config, shape: Shape, work: Work, number: int) -> Stage:
         busy = activations(replace(shape, arch=twice), number, work.pack, worst)
         uneven = busy.held + max(busy.moments.values()) - kept.held - kept.moments[top]
     if experts is not None and (work.scored_before > bool(config.loss.kl_coef) or config.moe.replay != "off"):
-        # uint8, of each layer of the stage, from the old pass to the end of the step. An optimizer step has
-        # those of its own routers beside, and whether they differ.
+        # uint8 for each layer of the stage, held from the old pass to the end of the step. An optimizer step
+        # adds the choices of its own routers, and a flag per token for a difference.
         tokens = mine * work.pack.lengths[0] / shape.parallel.context
         seen = tokens / (shape.parallel.tensor if shape.parallel.sequence else 1)
         layers = shape.arch.num_layers // shape.parallel.pipeline
@@ -276,8 +276,8 @@ def _stage(config: Config, shape: Shape, work: Work, number: int) -> Stage:
 
 
 def _decoding(config: Config, shape: Shape, rows: int, longest: int) -> float:
-    """The most beside the cache: a layer's copy of it when rows leave, logits of a step, or the prompts, each
-    of which is read once for all of its samples."""
+    """Return the peak bytes besides the KV cache: one layer's cache, copied when finished rows are removed,
+    the logits of a step, or the pass over the prompts, one row per prompt."""
     arch, tp = shape.arch, shape.parallel.tensor
     layer = 2 * rows * longest * arch.kv_size / tp * shape.width
     logits = rows * shape.padded_vocab * (shape.width + 4)  # and in fp32
@@ -293,7 +293,7 @@ def _server(config: Config, shape: Shape, given: Given) -> ServerMemory:
     values = model_values(arch) * width
     receiving = table + (values - (1 if arch.tied else 2) * table) / arch.num_layers / gpus
     cache = max(0.0, memory * given.server_share - values / gpus - receiving)
-    # Heads that are fewer than GPUs are kept more than once.
+    # With fewer KV heads than GPUs, heads are replicated.
     heads = max(1, arch.num_kv_heads // gpus)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     return ServerMemory(
@@ -309,20 +309,20 @@ def _server(config: Config, shape: Shape, given: Given) -> ServerMemory:
 def _notes(config: Config, shape: Shape, given: Given, stages: list[Stage]) -> list[str]:
     notes = []
     if config.rollout.engine == "vllm" and given.servers is None:
-        counted = f"as many vLLM servers as vllm.urls names: {len(config.vllm.urls)}"
+        counted = f"the number of vLLM servers is that of vllm.urls: {len(config.vllm.urls)}"
         if config.vllm.discovery:
-            counted = "1 vLLM server is assumed, since vllm.discovery names none before the run"
-        notes.append(f"{counted}; --servers N counts others")
+            counted = "1 vLLM server is assumed, because vllm.discovery names none before the run"
+        notes.append(f"{counted}; --servers N sets another number")
     if config.vllm.colocated:
-        notes.append("what moves between GPU and host from turn to turn is not in the time of a step")
+        notes.append("the time of a step does not include copies between GPU and host at each turn")
     if shape.arch.experts is not None:
         more = max(stage.uneven for stage in stages) / GIB
         notes.append(
-            "tokens are taken to be spread evenly over experts; a rank whose experts get twice their share "
+            "tokens are assumed to be spread evenly over experts; a rank whose experts get twice their share "
             f"needs {more:.1f} GiB more"
         )
     if shape.arch.adapters is not None:
-        notes.append("activations with adapters are taken to be those without")
+        notes.append("activations of adapters are not counted")
     if shape.device == "cuda":
-        notes.append("activations are those of traces without a GPU (--trace), not measured on one")
+        notes.append("activations are checked with traces of simulated GPUs (--trace), not real ones")
     return notes

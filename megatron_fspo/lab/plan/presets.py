@@ -1,4 +1,4 @@
-"""Shapes of published models, as the ``config.json`` of each says, for plans without a checkpoint."""
+"""Shapes of published models, from their ``config.json``, for plans without a checkpoint."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ PRESETS = {
 
 
 def find_model(name: str) -> Architecture:
-    """A preset, or the shape that a checkpoint folder's ``config.json`` (or that file) has.
+    """Return a preset by name, or read the architecture from a ``config.json`` or its folder.
 
     Raises:
-        InputError: it is neither, or of a kind that is not supported.
+        InputError: ``name`` is neither, or the model is not supported.
     """
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)
     folder = path.parent if path.name == "config.json" else path
     if not (folder / "config.json").is_file():
-        raise InputError(f"{name}: neither a folder with a config.json nor one of {', '.join(PRESETS)}")
+        raise InputError(f"{name} is neither a folder with a config.json nor one of {', '.join(PRESETS)}")
     return read_architecture(folder)

@@ -1,7 +1,6 @@
-"""The base of a plan: a model, a layout, a job; and the parameters of each pipeline stage.
+"""What a plan starts from: model, layout and job, and the parameters of each pipeline stage.
 
-Sizes in bytes unless said otherwise. Shape legend: t tokens of a micro-batch that a rank holds, H hidden
-size, F FFN size, V padded vocabulary, d head size, L layers.
+Sizes are in bytes unless noted otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from megatron_fspo.weights.table import Row, adapter_rows, rows
 
 Layers = Literal["local", "transformer_engine"]
 
-# In which order Megatron makes the modules of a layer.
+# The order in which Megatron creates the modules of a layer.
 _ORDER = (
     *("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv"),
     *("self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm"),
@@ -30,7 +29,7 @@ _ORDER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model spread over ranks.
+    """A model distributed over ranks.
 
     Example (Qwen3-8B on one node)::
 
@@ -41,60 +40,60 @@ class Shape:
     arch: Architecture
     parallel: Parallel
     world: int
-    """Ranks of the job; fits the layout (:func:`~megatron_fspo.mcore.sizes.check_world`)."""
+    """Number of ranks; fits the layout (:func:`~megatron_fspo.mcore.sizes.check_world`)."""
     dtype: torch.dtype
-    """Type of parameters and activations."""
+    """Data type of parameters and activations."""
     layers: Layers
     device: Literal["cpu", "cuda"]
     recompute: bool = False
     fp8: bool = False
     kernels: bool = False
-    """Log-probs by :mod:`~megatron_fspo.parallel.triton_head`."""
+    """Whether :mod:`~megatron_fspo.parallel.triton_head` computes the log-probs."""
 
     @property
     def width(self) -> int:
-        """Bytes of a parameter, and of an activation."""
+        """Bytes per parameter and per activation value."""
         return self.dtype.itemsize
 
     @property
     def data(self) -> int:
-        """Data-parallel ranks."""
+        """Data-parallel size."""
         return self.world // self.parallel.model_size
 
     @property
     def reduced_over(self) -> int:
-        """Ranks over which a gradient is summed, and a distributed optimizer spread: data x context."""
+        """Number of ranks that sum gradients and share a distributed optimizer: data × context."""
         return self.data * self.parallel.context
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the embedding over all tensor-parallel ranks."""
+        """Rows of the embedding, summed over all tensor-parallel ranks."""
         return padded_vocab_size(self.arch.vocab_size, self.parallel.tensor)
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of the embedding, or of the output layer, on one rank."""
+        """Rows of the embedding and of the output layer on one rank."""
         return self.padded_vocab // self.parallel.tensor
 
     @property
     def chunk_layers(self) -> int:
-        """Layers of one model chunk; a stage has as many chunks as virtual stages."""
+        """Layers of a model chunk; a pipeline stage has ``virtual_pipeline`` chunks."""
         return self.arch.num_layers // (self.parallel.pipeline * self.parallel.virtual_pipeline)
 
     def is_last(self, stage: int, chunk: int | None = None) -> bool:
-        """Return True where the chunk ends the model; without ``chunk``: where one of the stage does."""
+        """Return whether this is the last chunk of the model or, without ``chunk``, the last stage."""
         last = self.parallel.virtual_pipeline - 1
         return stage == self.parallel.pipeline - 1 and chunk in (None, last)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedPack:
-    """A micro-batch."""
+    """A micro-batch of the plan."""
 
     lengths: tuple[int, ...]
-    """Lengths of its sequences, padding included, over all context-parallel ranks."""
+    """Lengths of its sequences with padding, over all context-parallel ranks."""
     scored: int
-    """Tokens on this rank whose log-probs are wanted."""
+    """Tokens on this rank that need log-probs."""
 
     @property
     def tokens(self) -> int:
@@ -103,33 +102,33 @@ class PlannedPack:
 
 
 def between(shape: Shape, pack: PlannedPack) -> float:
-    """Tokens of a rank between the parallel parts of layers: sequence parallel splits them once more."""
+    """Return a rank's tokens outside of the tensor-parallel regions, where sequence parallel splits them."""
     rank = pack.tokens / shape.parallel.context
     return rank / shape.parallel.tensor if shape.parallel.sequence else rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A parameter of a rank."""
+    """A parameter as one rank holds it."""
 
     name: str
     """Name in ``GPTModel.named_parameters()``."""
     shape: tuple[int, ...]
     expert: bool = False
-    """Expert parallel spreads it, tensor parallel does not."""
+    """True if expert parallel distributes it; tensor parallel then does not."""
     frozen: bool = False
-    """Adapters are trained in its place."""
+    """True if adapters are trained instead."""
     shared: bool = False
-    """A tied embedding that lies on the first and on the last of several pipeline stages."""
+    """True for a tied embedding that both the first and the last of several pipeline stages hold."""
 
     @property
     def count(self) -> int:
-        """Values."""
+        """Number of values."""
         return math.prod(self.shape)
 
 
 def stage_parameters(shape: Shape, stage: int) -> list[list[Parameter]]:
-    """The parameters of a rank of the stage, by model chunk, in Megatron's order."""
+    """Return the parameters of a rank of the stage: a list per model chunk, in Megatron's order."""
     return [list(_of_chunk(shape, stage, chunk)) for chunk in range(shape.parallel.virtual_pipeline)]
 
 
@@ -167,8 +166,7 @@ def _name(row: Row, layers: Layers) -> str:
 
 
 def _position(row: Row, layers: Layers) -> tuple[int, str]:
-    """Sort key of a row within a layer: by module; in it norms before weights, as Transformer Engine has
-    them, and a bias last."""
+    """Return the sort key of a row in a layer: module, then (as Transformer Engine) norm, weight, bias."""
     name = _name(row, layers).partition("{layer}.")[2]
     module = next(i for i, known in enumerate(_ORDER) if name.startswith(known))
     kind = "2" if name.endswith("bias") else "0" if "layer_norm_weight" in name else "1"

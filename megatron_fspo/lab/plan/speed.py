@@ -1,8 +1,8 @@
-"""Time of a step by phase: estimates from FLOP/s and bandwidths that are assumed, none of them measured.
+"""Estimates of the time of a step by phase, from assumed FLOP/s and bandwidths. None was measured.
 
-A phase takes the time of its arithmetic or of its memory traffic, whichever is longer, plus that of its
-messages as if nothing hid them. Not in it: kernels that are short, imbalance of packs and experts, prompts of
-other lengths, rewards, evaluation, checkpoints.
+The time of a phase is its arithmetic or its memory traffic, whichever is longer, plus all of its messages,
+without overlap. Short kernels, uneven packs and experts, varying prompt lengths, rewards, evaluation and
+checkpoints are left out.
 """
 
 from __future__ import annotations
@@ -15,71 +15,71 @@ from megatron_fspo.lab.plan.state import model_values, state
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Speeds that a GPU is assumed to reach. The peaks are those of NVIDIA's datasheet of the H100 SXM 80GB
-    and of a node with one 400 Gb/s adapter a GPU; the shares of them are guesses."""
+    """Assumed speeds of a GPU. The peaks are from NVIDIA's datasheet of the H100 SXM 80GB and for a node with
+    one 400 Gb/s adapter per GPU; the achieved shares of the peaks are guesses."""
 
     flops: float = 989e12
-    """Dense bf16 FLOP/s of a GPU."""
+    """Peak dense bf16 FLOP/s of a GPU."""
     flops_share: float = 0.4
-    """Share of it in the trainer's passes."""
+    """Share of ``flops`` that the trainer's passes reach."""
     memory: float = 3.35e12
-    """Bytes per second of a GPU's memory."""
+    """Memory bandwidth of a GPU, bytes per second."""
     memory_share: float = 0.6
     links: float = 450e9
-    """Bytes per second from a GPU to others of its node, one way."""
+    """Bytes per second from a GPU to others in its node, one way."""
     links_share: float = 0.7
     network: float = 50e9
     """Bytes per second from a GPU to other nodes, one way."""
     network_share: float = 0.7
     node: int = 8
-    """GPUs of a node."""
+    """GPUs per node."""
     host: float = 2e9
-    """Bytes per second of a weight update through a CPU (gloo) or a shared disk."""
+    """Bytes per second of a weight update through CPUs (gloo) or a shared disk."""
     decoding_seconds: float = 0.01
-    """Seconds of a decoding step beside reading memory: launches, sampling, the scheduler."""
+    """Fixed seconds of a decoding step: kernel launches, sampling, scheduler."""
 
     def between(self, ranks: int) -> float:
-        """Bytes per second within a group of neighbours of so many ranks."""
+        """Return the bytes per second within a group of ``ranks`` consecutive ranks."""
         inside = ranks <= self.node
         return self.links * self.links_share if inside else self.network * self.network_share
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A step, in tokens."""
+    """The work of a training step."""
 
     responses: int
     prompts: int
     shared: int
-    """How often a prompt but its last token is in a pack already: computed once for several responses."""
+    """Responses that reuse the prompt of another response in the pack, except for its last token."""
     prompt_tokens: float
-    """Mean of a prompt, as is assumed."""
+    """Assumed mean length of a prompt."""
     response_tokens: float
-    """Mean of a response, as is assumed."""
+    """Assumed mean length of a response."""
     longest_response: int
     mini_batches: int
     epochs: int
     scored_before: int
-    """Passes without gradients over the rollout: old log-probs, and a reference."""
+    """Passes over the rollout without gradients: old log-probs and reference log-probs."""
     pack: PlannedPack
     micro_batches: int
-    """Micro-batches of a rank in an optimizer step."""
+    """Micro-batches per rank and optimizer step."""
     samplers: int
-    """Servers, or the copies of the training model."""
+    """Number of vLLM servers or, with the embedded engine, of copies of the model."""
     sampler_gpus: int
-    """GPUs of each, which share its weights."""
+    """GPUs per sampler, among which its weights are split."""
     side_by_side: int
-    """Responses of each at a time."""
+    """Responses that a sampler decodes at a time."""
 
     @property
     def tokens(self) -> float:
-        """Tokens of a step, prompts with each response."""
+        """Tokens of a step, with the prompt counted for each response."""
         return self.responses * (self.prompt_tokens + self.response_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Seconds of a step, by what they go to."""
+    """A phase of a step; ``parts`` are its seconds by cause."""
 
     name: str
     parts: dict[str, float]
@@ -90,21 +90,21 @@ class Phase:
 
 
 def forward_flops(shape: Shape, work: Work) -> tuple[float, float]:
-    """FLOPs of one forward over a step: of the layers, causal attention in them, and of the head."""
+    """Return the FLOPs of the layers and of the head in one forward pass over a step's responses."""
     arch = shape.arch
     layers = 0.0
     for length, count in (
         (work.prompt_tokens + work.response_tokens, work.responses),
         (work.prompt_tokens - 1, -work.shared),
     ):
-        # Attention is q·k and weights·v, 2 · L² / 2 products of a head's size each.
+        # Causal attention: q·k and weights·v, each 2 · L²/2 FLOPs per value of q.
         layers += 2.0 * arch.num_layers * (arch.layer_size * length + arch.q_size * length**2) * count
     head = 2.0 * arch.vocab_size * arch.hidden_size * work.responses * work.response_tokens
     return layers, head
 
 
 def scoring(shape: Shape, work: Work, machine: Machine) -> Phase:
-    """Passes without gradients: old log-probs, and those of a reference."""
+    """Plan the passes without gradients: old log-probs and reference log-probs."""
     layers, head = forward_flops(shape, work)
     seconds = (layers + head) / _rate(shape, machine)
     packs = work.micro_batches * work.mini_batches
@@ -117,16 +117,16 @@ def scoring(shape: Shape, work: Work, machine: Machine) -> Phase:
 
 
 def updating(shape: Shape, work: Work, machine: Machine) -> Phase:
-    """Plan all optimizer steps of a rollout: forward once, backward twice that, once more with recompute; the
-    head computes its logits twice."""
+    """Plan all optimizer steps of a rollout. Backward costs twice a forward pass, full recompute one more.
+    The head computes its logits twice."""
     layers, head = forward_flops(shape, work)
     steps, passes = work.mini_batches * work.epochs, 4 if shape.recompute else 3
     seconds = work.epochs * (layers * passes + 4 * head) / _rate(shape, machine)
     held = state(shape, 0)
-    # Data-parallel neighbours lie among the ranks of a stage.
+    # Data-parallel ranks lie within the ranks of a stage.
     ranks = shape.world // shape.parallel.pipeline if shape.reduced_over > 1 else 1
     gradients = 2 * held.gradients * (1 - 1 / shape.reduced_over) / machine.between(ranks)
-    # Gradients, moments and masters are read, all but the first written, and the weights.
+    # Reads gradients, moments and fp32 masters; writes moments, masters and weights.
     adam = (held.gradients + 2 * held.optimizer + held.parameters) / (machine.memory * machine.memory_share)
     messages = work.micro_batches * (passes - 1) * _messages(shape, work.pack, machine)
     return Phase(
@@ -142,15 +142,15 @@ def updating(shape: Shape, work: Work, machine: Machine) -> Phase:
 
 
 def sampling(shape: Shape, work: Work, machine: Machine) -> Phase:
-    """A rollout. A decoding step reads all weights and the cache of its rows once; there are at least as many
-    steps as the longest response has tokens."""
+    """Plan a rollout. A decoding step reads the weights and the KV cache of its responses once; the number of
+    steps is at least the length of the longest response."""
     arch, width = shape.arch, shape.width
     bandwidth = machine.memory * machine.memory_share * work.sampler_gpus
     flops = machine.flops * machine.flops_share * work.sampler_gpus
     each = work.responses / work.samplers
     rows = min(float(work.side_by_side), each)
     steps = max(each * work.response_tokens / max(rows, 1.0), float(work.longest_response))
-    busy = each * work.response_tokens / steps  # rows at work in a step, on average
+    busy = each * work.response_tokens / steps  # mean number of responses in a step
     token = 2 * arch.num_layers * arch.kv_size * width
     cached = token * busy * (work.prompt_tokens + work.response_tokens / 2)
     active = arch.num_layers * arch.layer_size + arch.vocab_size * arch.hidden_size
@@ -168,11 +168,11 @@ def sampling(shape: Shape, work: Work, machine: Machine) -> Phase:
 
 
 def sending(shape: Shape, machine: Machine, transfer: str | None) -> Phase:
-    """Weights to the servers, from the first rank; nothing where there are none."""
+    """Plan the weight update from the first rank to the servers; nothing to send for the embedded engine."""
     if transfer is None:
         return Phase(name="sync", parts={"nothing to send": 0.0})
     size = model_values(shape.arch) * shape.width
-    # Experts come from expert-parallel ranks, and hardly anything else is in such a model.
+    # Nearly all weights of a mixture of experts are experts, gathered from expert-parallel ranks.
     ranks = shape.parallel.tensor if shape.arch.experts is None else shape.parallel.expert
     speed = machine.network * machine.network_share if transfer == "nccl" else machine.host
     return Phase(
@@ -186,7 +186,7 @@ def sending(shape: Shape, machine: Machine, transfer: str | None) -> Phase:
 
 
 def _rate(shape: Shape, machine: Machine) -> float:
-    """FLOP/s of all ranks."""
+    """Return the FLOP/s of all ranks together."""
     return shape.world * machine.flops * machine.flops_share * (2 if shape.fp8 else 1)
 
 
@@ -195,11 +195,11 @@ def _bubble(shape: Shape, micro_batches: int) -> float:
 
 
 def _messages(shape: Shape, pack: PlannedPack, machine: Machine) -> float:
-    """Seconds of one forward over a micro-batch on a rank: tensor, context and expert parallel."""
+    """Return the seconds of a rank's messages within layers, in one forward pass over a micro-batch."""
     arch, parallel, width = shape.arch, shape.parallel, shape.width
     tensor, context = parallel.tensor, parallel.context
     t = pack.tokens / context
-    # Two all-reduces a layer, or as many gathers and scatters.
+    # Two all-reduces per layer, or as many all-gathers and reduce-scatters.
     seconds = 4 * t * arch.hidden_size * width * (1 - 1 / tensor) / machine.between(tensor)
     rings = 2 * t * arch.kv_size / tensor * width * (context - 1)
     seconds += rings / machine.between(tensor * context)

@@ -1,11 +1,11 @@
-"""Bytes on a rank outside of activations: parameters, gradients, optimizer; sampling; sending; checkpoints.
+"""Bytes on a rank other than activations, and sizes of checkpoints and vLLM servers.
 
-The state of training and its checkpoint are exact, as Megatron lays them out; servers are from reading vLLM.
+Training state and checkpoints follow Megatron's layout exactly. Server memory comes from reading vLLM's code.
 
-With a distributed optimizer the values of a model chunk lie in one buffer, which data (and context) parallel
-ranks share out in equal parts. Its padding is that of ``_ParamAndGradBuffer`` in megatron-core
-(``distributed/param_and_grad_buffer.py``): parameters begin at multiples of 64 values, and a bucket, of which
-each rank has an equal part, at a multiple of 128 and of the number of ranks.
+With a distributed optimizer, the values of a model chunk lie in one buffer, split evenly among the data- (and
+context-) parallel ranks. It is padded like ``_ParamAndGradBuffer`` in megatron-core
+(``distributed/param_and_grad_buffer.py``): parameters start at multiples of 64 values, and buckets, which are
+split evenly among the ranks, at multiples of 128 and of the number of ranks.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from megatron_fspo.weights import Architecture, adapter_shapes
 from megatron_fspo.weights.table import whole_model
 
 BUCKET = 256 * 2**20
-"""Bytes of a weight update: the default of ``in_buckets`` in :mod:`megatron_fspo.rollout.client.weights`."""
-_GRADIENT = 4  # fp32, summed in fp32
-_MOMENTS = 8  # two of Adam's, in fp32
-_MASTER = 4  # the fp32 copy, where parameters are rounded
-Span = tuple[int, int]  # first value and end
+"""Bytes of a bucket of a weight update, as ``in_buckets`` in :mod:`megatron_fspo.rollout.client.weights`."""
+_GRADIENT = 4  # fp32
+_MOMENTS = 8  # Adam's two, fp32
+_MASTER = 4  # fp32 copy of bf16 parameters
+Span = tuple[int, int]  # first value, end
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Bytes that a rank holds all the time."""
+    """Bytes that a rank holds permanently."""
 
     parameters: int
     gradients: int
     optimizer: int
-    """Adam's moments and, in bf16, fp32 masters; a counter per parameter, 4 bytes, is left out."""
+    """Adam's moments and, in bf16, fp32 masters; without the 4-byte step counter of each parameter."""
 
 
 def state(shape: Shape, stage: int, rank: int = 0) -> State:
-    """The state of a rank of a pipeline stage, from 0. ``rank`` is its number among those that share the
-    optimizer's state out; the first holds as much as any but for padding."""
+    """Return the state of a rank in pipeline stage ``stage``, from 0. ``rank`` is its index among the ranks
+    that share a distributed optimizer; no other holds more than the first, except for padding."""
     size = held = frozen = 0
     for number, chunk in enumerate(stage_parameters(shape, stage)):
         bucket = None
         if shape.parallel.overlap_grad_reduce and stage == number == 0:
             bucket = max(40_000_000, 1_000_000 * shape.data)  # Megatron's default
-        # A buffer of what all tensor-parallel ranks share, and one of the experts.
+        # Megatron has one buffer for the experts and one for all other parameters.
         same_experts = shape.world // shape.parallel.pipeline // shape.parallel.expert
         for expert, ranks in ((False, shape.reduced_over), (True, same_experts)):
             frozen += sum(one.count for one in chunk if one.expert is expert and one.frozen)
@@ -61,7 +61,7 @@ def state(shape: Shape, stage: int, rank: int = 0) -> State:
 
 
 def _part(spans: Sequence[Span], buckets: Sequence[Span], ranks: int, rank: int) -> int:
-    """Values, without padding, of a rank of those that share a buffer out."""
+    """Return the number of values, without padding, in a rank's share of a buffer."""
     values = 0
     for start, end in buckets:
         size = (end - start) // ranks
@@ -73,13 +73,13 @@ def _part(spans: Sequence[Span], buckets: Sequence[Span], ranks: int, rank: int)
 def _buffer(
     parameters: Sequence[Parameter], ranks: int, bucket: int | None, *, padded: bool
 ) -> tuple[list[Span], list[Span]]:
-    """The parameters whose gradients are reduced together, the last first, about as backward comes to them:
-    where each lies, and the buckets, padding included."""
+    """Lay out a gradient buffer, last parameter first, about the order of backward. Returns the span of each
+    parameter, and the buckets with padding."""
     step, align = (math.lcm(ranks, 128), 64) if padded else (1, 1)
     spans: list[Span] = []
     buckets: list[Span] = []
     begin = at = 0
-    fresh = True  # whether the bucket is empty
+    fresh = True  # the bucket is empty
 
     def close() -> None:
         nonlocal begin, at, fresh
@@ -89,7 +89,7 @@ def _buffer(
 
     for parameter in reversed(parameters):
         at += -at % align
-        # So that both stages of a tied embedding cut it at the same values.
+        # A bucket of its own, so that both stages split a tied embedding at the same values.
         alone = parameter.shared and padded
         if alone and not fresh:
             close()
@@ -107,11 +107,8 @@ def _optimizer_width(shape: Shape) -> int:
 
 
 def checkpoint_bytes(shape: Shape) -> int:
-    """Tensors of a checkpoint to resume from, without copies: weights, or adapters in their place, moments
-    and, in bf16, masters.
-
-    Beside them lies an index.
-    """
+    """Return the bytes of the tensors in a training checkpoint, without its index: weights (or adapters
+    instead), moments and, in bf16, masters."""
     arch = shape.arch
     if arch.adapters is not None:
         return sum(map(math.prod, adapter_shapes(arch).values())) * (shape.width + _optimizer_width(shape))
@@ -120,22 +117,20 @@ def checkpoint_bytes(shape: Shape) -> int:
 
 
 def kv_bytes(shape: Shape, *, rows: int, tokens: int) -> int:
-    """KV cache of the embedded engine on a rank, which allocates it whole: every row as long as the longest.
-
-    Context-parallel ranks hold the same rows.
-    """
+    """Return the bytes of the embedded engine's KV cache on a rank, allocated for ``rows`` responses of
+    ``tokens`` tokens. Context-parallel ranks hold the same rows."""
     layers = shape.arch.num_layers // shape.parallel.pipeline
     return 2 * layers * rows * tokens * shape.arch.kv_size // shape.parallel.tensor * shape.width
 
 
 def sending_bytes(shape: Shape) -> int:
-    """The most that the first rank holds of a weight update: a bucket on its way, the next, and the parameter
-    after it, in parts from the tensor-parallel ranks, or an expert of another rank, and whole."""
+    """Return the peak bytes on the first rank during a weight update: a bucket being sent, the next one, and
+    the following parameter, both as shards from the other ranks and assembled."""
     arch, width = shape.arch, shape.width
     most = before = held = 0
     for row, _, _ in whole_model(arch):
         sizes = [math.prod(tensor.shape(arch)) * width for tensor in row.hf]
-        # One rank's part is the parameter itself; q, k and v are put together anew all the same.
+        # The shard of a single rank is the parameter itself, but q, k and v are always rearranged.
         ranks = shape.parallel.expert if row.of_expert else shape.parallel.tensor
         copies = 2 if ranks > 1 else int(row.layout == "qkv")
         for size in sizes:
@@ -148,23 +143,23 @@ def sending_bytes(shape: Shape) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerMemory:
-    """A vLLM server, GPU by GPU: from reading vLLM, not measured."""
+    """Bytes on each GPU of a vLLM server. From reading vLLM's code, not measured."""
 
     gpus: int
-    """Tensor parallel."""
+    """Tensor-parallel size of the server."""
     weights: float
     receiving: float
-    """A weight update: the largest tensor, and a layer that is put together anew."""
+    """For a weight update: the largest tensor, and a layer that vLLM reassembles."""
     cache: float
-    """Room for keys and values."""
+    """KV cache."""
     cached_tokens: int
-    """Tokens that fit there, over all its GPUs."""
+    """Tokens that fit into the cache of all its GPUs together."""
     wanted_tokens: int
-    """Tokens of all responses that are asked of it at a time, with their prompts, at their longest."""
+    """Tokens of all responses in flight at full length, with their prompts."""
 
 
 def server_gpus(arch: Architecture, *, width: int, memory: float) -> int:
-    """The smallest power of two of GPUs that holds the weights in half of their memory."""
+    """Return the smallest power of two of GPUs that hold the weights in half of their memory."""
     gpus = 1
     while model_values(arch) * width > gpus * memory / 2:
         gpus *= 2
@@ -172,5 +167,5 @@ def server_gpus(arch: Architecture, *, width: int, memory: float) -> int:
 
 
 def model_values(arch: Architecture) -> int:
-    """Parameters of the model."""
+    """Return the number of parameters of the model."""
     return sum(math.prod(t.shape(arch)) for row, _, _ in whole_model(arch) for t in row.hf)
