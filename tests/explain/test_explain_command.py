@@ -121,4 +121,4 @@ def test_explain_and_plan_need_no_megatron(tmp_path: Path) -> None:
     words = [sys.executable, "-c", program]
     done = subprocess.run(words, cwd=REPO, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out/index.html").exists() and "it fits" in done.stdout
+    assert (tmp_path / "out/index.html").exists() and "the run fits" in done.stdout

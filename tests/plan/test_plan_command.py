@@ -214,7 +214,7 @@ def test_what_does_not_fit_and_what_would(capsys: pytest.CaptureFixture[str]) ->
             "--nproc 16 --model qwen3-235b-a22b --parallel.pipeline 4 --parallel.tensor 4",
             "does not divide the model's 94 layers",
         ),
-        ("--assume speed=3", "--assume speed=3: no such assumption; there are flops"),
+        ("--assume speed=3", "--assume speed=3: unknown name; the names are flops"),
         ("--assume flops=fast", "--assume flops=fast: must be"),
         ("--assume flops=-1", "--assume flops=-1: must be"),
         ("--server-share 85", "--server-share 85: must be"),

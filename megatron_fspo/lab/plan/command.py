@@ -1,4 +1,4 @@
-"""``megatron-fspo plan``: a plan as text and as JSON, with single changes to a run that would make it fit."""
+"""``megatron-fspo plan``: a plan as text or JSON, with single changes that make a run fit."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from megatron_fspo.lab.plan.speed import Machine
 from megatron_fspo.packing.zigzag import padded_length
 from megatron_fspo.weights import Architecture
 
-_SHOWN = 6  # stages side by side
+_SHOWN = 6  # stages in the table
 
 
 Changes = Mapping[str, RunPlan]
-"""A single change to a run → the plan that it gives."""
+"""A single change to a run → the plan with it."""
 
 
 def _single_changes(config: Config, arch: Architecture, given: Given) -> Changes:
-    """Every change that is tried and legal. Those that fit come first, the fastest by estimate before others;
-    then those that do not, the smallest first."""
+    """Return all valid changes: first those that fit, by estimated time, then the others, by memory."""
     changes = {}
     for text, keys, world in _tried(config, given):
         tree = config.model_dump()
@@ -47,7 +46,7 @@ def _single_changes(config: Config, arch: Architecture, given: Given) -> Changes
 
 
 def _tried(config: Config, given: Given) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """Yields each change in words, as keys, and its number of ranks."""
+    """Yield each change as text and as keys, and its number of ranks."""
     parallel, world, tokens = config.parallel, given.world, config.batch.max_tokens
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     shortest = padded_length(longest, parallel.context)
@@ -67,32 +66,32 @@ def _tried(config: Config, given: Given) -> Iterator[tuple[str, dict[str, Any], 
     for keys in changes:  # json.dumps writes these values as TOML does
         yield ", ".join(f"{key} = {json.dumps(value)}" for key, value in keys.items()), keys, world
     for more in (2, 4):
-        yield f"{more * world} ranks that train", {}, more * world
+        yield f"{more * world} training ranks", {}, more * world
 
 
 def plan(config: Config, given: Given, *, model: str | None, use_json: bool) -> tuple[str, bool]:
-    """The text to print, and whether the run fits. ``model`` is a preset or a folder, by default the run's
-    checkpoint.
+    """Return the text to print, and whether the run fits. ``model`` is a preset or a folder, by default the
+    run's checkpoint.
 
     Raises:
-        InputError: no such model, or the model cannot be spread like this.
+        InputError: the model is unknown, or :func:`make_plan` refuses the run.
     """
     arch = find_model(model or str(config.model.checkpoint))
     made = make_plan(config, arch, given)
     changes = _single_changes(config, arch, given) if made.problems else {}
     if use_json:
         return json.dumps(_as_json(made, changes)), not made.problems
-    files = f"a checkpoint: {_gib(made.checkpoint)} GiB; the Hugging Face export: {_gib(made.export)} GiB"
+    files = f"checkpoint: {_gib(made.checkpoint)} GiB; Hugging Face export: {_gib(made.export)} GiB"
     servers = [_server(made)] if made.server is not None else []
     blocks = [_head(made), _memory(made), *servers, files, _times(made), _assumptions(made)]
     return "\n\n".join([*blocks, _limits(made, changes)]), not made.problems
 
 
 def assumed(words: Sequence[str]) -> Machine:
-    """The defaults of :class:`~megatron_fspo.lab.plan.speed.Machine` with some ``name=value`` in their place.
+    """Return a :class:`~megatron_fspo.lab.plan.speed.Machine` with some defaults replaced by ``name=value``.
 
     Raises:
-        InputError: no such name, or no positive number.
+        InputError: a name is unknown, or a value is not a positive number.
     """
     kinds = {name: type(default) for name, default in asdict(Machine()).items()}
     values = {}
@@ -100,18 +99,18 @@ def assumed(words: Sequence[str]) -> Machine:
         name, _, text = word.partition("=")
         name = name.replace("-", "_")
         if name not in kinds:
-            raise InputError(f"--assume {word}: no such assumption; there are {', '.join(kinds)}")
+            raise InputError(f"--assume {word}: unknown name; the names are {', '.join(kinds)}")
         try:
             values[name] = kinds[name](text)
         except ValueError:
             values[name] = 0
         if not 0 < values[name] < float("inf"):
-            raise InputError(f"--assume {word}: must be NAME=NUMBER, a positive number")
+            raise InputError(f"--assume {word}: must be NAME=NUMBER with a positive number")
     return Machine(**values)
 
 
 def _as_json(plan: RunPlan, changes: Changes) -> dict[str, Any]:
-    """The plan as JSON types, in bytes and seconds."""
+    """Return the plan as JSON types, in bytes and seconds."""
     return {
         "fits": not plan.problems,
         "problems": plan.problems,
@@ -143,10 +142,10 @@ def _as_json(plan: RunPlan, changes: Changes) -> dict[str, Any]:
 
 
 def layout_of(shape: Shape) -> str:
-    """The layout in words."""
+    """Return the layout as text, such as ``tensor 8 × data 4``."""
     names = ("tensor", "pipeline", "context", "expert")
     sizes = {name: getattr(shape.parallel, name) for name in names} | {"data": shape.data}
-    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+    return " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
 
 
 def _head(plan: RunPlan) -> str:
@@ -155,12 +154,12 @@ def _head(plan: RunPlan) -> str:
     arch, values = shape.arch, plan.export / shape.width
     count = f"{values / 1e9:.2f} billion" if values >= 1e9 else f"{values / 1e6:.1f} million"
     return (
-        f"{arch.model_type}, {arch.num_layers} layers of {arch.hidden_size}: {count} parameters\n"
+        f"{arch.model_type}: {arch.num_layers} layers, hidden size {arch.hidden_size}, {count} parameters\n"
         f"{plan.given.world} ranks ({layout_of(shape)}), {str(shape.dtype).removeprefix('torch.')}, "
-        f"layers of {shape.layers}{', FP8' if shape.fp8 else ''}"
+        f"{shape.layers} layers{', FP8' if shape.fp8 else ''}"
         f"{', full recompute' if shape.recompute else ''}\n"
         f"a step: {work.responses} responses, {work.mini_batches * work.epochs} optimizer steps of about "
-        f"{work.micro_batches} micro-batches a rank; a full one: {packs} tokens"
+        f"{work.micro_batches} micro-batches per rank; a full micro-batch: {packs} tokens"
     )
 
 
@@ -168,17 +167,17 @@ def _memory(plan: RunPlan) -> str:
     stages, last = plan.stages, len(plan.stages) - 1
     if last >= _SHOWN:
         stages = [stages[number] for number in sorted({0, 1, plan.worst.number, last - 1, last})]
-    rows = [("memory of a rank, GiB", [f"stage {stage.number}" for stage in stages])]
+    rows = [("memory per rank, GiB", [f"stage {stage.number}" for stage in stages])]
     rows += [(name, [_gib(stage.always[name]) for stage in stages]) for name in stages[0].always]
     for phase in dict.fromkeys(phase for stage in stages for phase in stage.phases):
         columns = [list(stage.phases.get(phase, {}).items()) for stage in stages]
         for row in range(max(map(len, columns))):
             name, *others = dict.fromkeys(column[row][0] for column in columns if column)
             if others:
-                name = "on top" if name.startswith("on top") else "activations under way"
+                name = "on top" if name.startswith("on top") else "activations in flight"
             values = [_gib(column[row][1]) if column else "-" for column in columns]
             rows.append((f"{phase}: {name}", values))
-    rows.append((f"total, of {_gib(plan.given.room)}", [_gib(stage.total) for stage in stages]))
+    rows.append((f"total (limit {_gib(plan.given.room)})", [_gib(stage.total) for stage in stages]))
     left = max(len(name) for name, _ in rows)
     lines = [f"{name:<{left}}" + "".join(f"{value:>10}" for value in values) for name, values in rows]
     return "\n".join(lines)
@@ -190,34 +189,34 @@ def _server(plan: RunPlan) -> str:
     turns = ""
     if plan.turns:
         held = {"trainer": plan.worst.total} | plan.turns
-        listed = ", ".join(f"of the {turn} {_gib(value)}" for turn, value in held.items())
-        turns = f"\n  on the trainer's GPUs, in turns: {listed} of {_gib(plan.given.room)}"
+        listed = ", ".join(f"{turn} {_gib(value)}" for turn, value in held.items())
+        turns = f"\n  in turns with the trainer; GiB per GPU: {listed} (limit {_gib(plan.given.room)})"
     return (
-        f"vLLM servers: {count}, GPUs of each: {server.gpus}; GiB of a GPU: weights {_gib(server.weights)}, "
-        f"an update {_gib(server.receiving)}, KV cache {_gib(server.cache)}\n"
-        f"  the cache holds {server.cached_tokens} tokens; all that may be in flight: {server.wanted_tokens}"
+        f"vLLM servers: {count}, GPUs per server: {server.gpus}; GiB per GPU: weights "
+        f"{_gib(server.weights)}, weight update {_gib(server.receiving)}, KV cache {_gib(server.cache)}\n"
+        f"  tokens in the cache: {server.cached_tokens}; of requests in flight: up to {server.wanted_tokens}"
         f"{turns}"
     )
 
 
 def _times(plan: RunPlan) -> str:
-    lines = ["seconds of a step: an estimate, nothing of it measured"]
+    lines = ["seconds per step (estimates, not measured)"]
     for phase in plan.phases:
         parts = ", ".join(f"{name} {_time(value)}" for name, value in phase.parts.items() if value)
         parts = parts or "nothing to do"
         lines.append(f"  {phase.name:<10}{_time(phase.seconds):>8}   {parts}")
-    return "\n".join([*lines, f"  {'all':<10}{_time(plan.seconds):>8}"])
+    return "\n".join([*lines, f"  {'total':<10}{_time(plan.seconds):>8}"])
 
 
 def _assumptions(plan: RunPlan) -> str:
     m, work, given = plan.given.machine, plan.work, plan.given
     return (
-        f"assumed: {m.flops / 1e12:g} TFLOP/s x {m.flops_share:g}; memory {m.memory / 1e12:g} TB/s x "
-        f"{m.memory_share:g}; in a node of {m.node} {m.links / 1e9:g} GB/s x {m.links_share:g},\n"
-        f"  between nodes {m.network / 1e9:g} GB/s x {m.network_share:g} a GPU; through a CPU "
-        f"{m.host / 1e9:g} GB/s;\n  {m.decoding_seconds * 1000:g} ms a decoding step; prompts of "
-        f"{work.prompt_tokens:g} and responses of {work.response_tokens:g} tokens on average;\n"
-        f"  {given.reserve_gib:g} of {given.gpu_gib:g} GiB for CUDA, NCCL and fragments"
+        f"assumed per GPU: {m.flops / 1e12:g} TFLOP/s × {m.flops_share:g}; memory {m.memory / 1e12:g} TB/s "
+        f"× {m.memory_share:g}; within a node of {m.node} GPUs {m.links / 1e9:g} GB/s × {m.links_share:g},\n"
+        f"  between nodes {m.network / 1e9:g} GB/s × {m.network_share:g}; weight updates through a CPU "
+        f"{m.host / 1e9:g} GB/s;\n  {m.decoding_seconds * 1000:g} ms per decoding step; mean prompt "
+        f"{work.prompt_tokens:g} and mean response {work.response_tokens:g} tokens;\n"
+        f"  {given.reserve_gib:g} of {given.gpu_gib:g} GiB for CUDA, NCCL and fragmentation"
     )
 
 
@@ -225,21 +224,21 @@ def _limits(plan: RunPlan, changes: Changes) -> str:
     worst, slowest = plan.worst, max(plan.phases, key=lambda phase: phase.seconds)
     longest = max(slowest.parts, key=lambda name: slowest.parts[name])
     lines = [
-        f"limits: memory of stage {worst.number}, most of it {worst.largest}; time (estimate) of the "
-        f"{slowest.name}, most of it {longest}"
+        f"bottlenecks: memory of stage {worst.number}, mostly {worst.largest}; estimated time of the "
+        f"{slowest.name}, mostly {longest}"
     ]
     lines += [f"note: {note}" for note in plan.notes]
     if not plan.problems:
-        return "\n".join([*lines, "it fits"])
+        return "\n".join([*lines, "the run fits"])
     lines += [f"DOES NOT FIT: {problem}" for problem in plan.problems]
     fitting = [text for text, one in changes.items() if not one.problems]
     if fitting:
-        lines.append("any one of these would fit (the fastest first, by estimate):")
+        lines.append("each of these single changes makes it fit (fastest first, by estimate):")
     else:
-        lines.append("no single change that was tried fits; the smallest are:")
+        lines.append("no single change makes it fit; those that come closest:")
     for text in fitting or list(changes)[:3]:
         one = changes[text]
-        lines.append(f"  {text}: {_gib(one.worst.total)} GiB, a step of {_time(one.seconds)} s")
+        lines.append(f"  {text}: {_gib(one.worst.total)} GiB, {_time(one.seconds)} s per step")
     return "\n".join(lines)
 
 
