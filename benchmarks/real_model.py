@@ -49,6 +49,7 @@ def figures(seed: str) -> dict[str, Any]:
         "difference": scores(after["comparison"]["difference"]),
         "score": [row["critic/score/mean"] for row in rows],
         "c": [row["fspo/c_high"] for row in rows],
+        "sigma_hat": [row["fspo/sigma_hat"] for row in rows if row["fspo/sigma_hat"] is not None],
         "length": [row["response_length/mean"] for row in rows],
         "records": clipping(read_records(folder)),
     }
@@ -111,13 +112,14 @@ def table(found: dict[str, Any]) -> str:
 
 
 def steps_table(found: dict[str, Any]) -> str:
-    """Mean reward of every quarter of a run, and its band."""
+    """Mean reward of every quarter of a run, its band, and the range of σ̂ over steps."""
     rows = []
     for seed, one in found.items():
         size = len(one["score"]) // 4
         quarters = [one["score"][at * size : (at + 1) * size] for at in range(4)]
-        rows.append([seed, *(f"{sum(part) / size:.2f}" for part in quarters), f"{one['c'][-1]:.3f}"])
-    return markdown(["seed", "first quarter", "second", "third", "last", "c"], rows)
+        spread = f"{min(one['sigma_hat']):.3f}–{max(one['sigma_hat']):.3f}"
+        rows.append([seed, *(f"{sum(part) / size:.2f}" for part in quarters), f"{one['c'][-1]:.3f}", spread])
+    return markdown(["seed", "first quarter", "second", "third", "last", "c", "σ̂ of steps"], rows)
 
 
 def clip_table(found: dict[str, Any]) -> str:

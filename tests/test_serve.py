@@ -397,9 +397,3 @@ def test_several_servers_announce_themselves_and_end_together(
     assert process.returncode == 0
     assert announced(folder) == [] and not fake.running
     assert all(f"port {port + i} can run code here" in said for i in range(2))
-
-
-@pytest.mark.parametrize("sizes", [{}, {"num_attention_heads": 4}, {"num_attention_heads": 4, "head_dim": 8}])
-def test_a_first_adapter_needs_the_sizes_of_the_model(tmp_path: Path, sizes: dict[str, int]) -> None:
-    with pytest.raises(InputError, match="--lora-rank"):
-        flags.write_first_adapter(tmp_path, sizes)

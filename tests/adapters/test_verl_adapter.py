@@ -127,6 +127,15 @@ def test_s_clips_weights_and_gradient_are_the_librarys(mode: str) -> None:
     torch.testing.assert_close(policy.table.grad, plain.table.grad, rtol=1e-5, atol=1e-6)
 
 
+def test_an_infinite_s_does_not_reach_the_logged_kl() -> None:
+    policy = Policy()
+    batch = make_batch(policy)
+    s, lengths, _ = columns(policy, batch)
+    batch["old_log_probs"][0] = torch.full_like(batch["old_log_probs"][0], -torch.inf)
+    _, metrics = through_verl(policy, batch, actor())
+    assert metrics["actor/ppo_kl"] == pytest.approx(-s[1:].sum().item() / lengths.sum().item(), rel=1e-4)
+
+
 def test_the_gradient_is_that_of_the_definition() -> None:
     policy = Policy()
     exact, batch = copy.deepcopy(policy).double(), make_batch(policy)

@@ -164,6 +164,16 @@ def test_a_server_without_adapters_is_refused(lora: object, lines: int) -> None:
     assert len(said) == lines and all("serve --lora-rank 4" in line for line in said)
 
 
+HEADS = {"num_attention_heads": None, "head_dim": 8}
+
+
+@pytest.mark.parametrize("sizes", [{}, {"hidden_size": 8}, {"hidden_size": 8, **HEADS}, {**HEADS}])
+def test_the_first_adapter_needs_the_sizes_of_the_model(tmp_path: Path, sizes: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"--lora-rank: .*num_attention_heads"):
+        flags.write_first_adapter(tmp_path, sizes)
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize(
     ("told", "refused"),
     [

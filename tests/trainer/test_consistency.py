@@ -5,8 +5,11 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from launch import REPO
-from megatron_fspo.job.consistency import difference
+from megatron_fspo.config.loading import load_config
+from megatron_fspo.job.consistency import difference, facts
 from megatron_fspo.job.rank_status import named_ranks
 from runs import faulty
 
@@ -26,6 +29,17 @@ def test_what_differs_is_named_with_its_ranks() -> None:
 def test_ranks_are_named_in_ranges() -> None:
     assert named_ranks([3]) == "rank 3" and named_ranks([0, 1, 2, 8]) == "ranks 0-2, 8"
     assert named_ranks(range(0, 20, 2)) == "ranks 0, 2, 4, 6, 8, 5 more ranges"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "merges.txt", "tokenizer.json", "chat_template.jinja"])
+def test_every_file_of_a_tokenizer_is_compared(tmp_path: Path, name: str) -> None:
+    key = "the configuration and tokenizer in model.checkpoint"
+    config = load_config(MAKE_SUM / "run.toml", ["--model.checkpoint", str(tmp_path)])
+    seen = {facts(config, trains=False)[key]}
+    for text in ("one", "other"):
+        (tmp_path / name).write_text(text)
+        seen.add(facts(config, trains=False)[key])
+    assert len(seen) == 3
 
 
 def train(nodes: Path, folder: str, validation: str) -> subprocess.CompletedProcess[str]:

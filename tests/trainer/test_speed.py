@@ -91,3 +91,15 @@ def test_a_file_asks_for_a_profile_of_the_next_step(tmp_path: Path, job: None) -
     assert [*tmp_path.rglob("*.gz")] == [folder / "rank_00000.json.gz"]
     assert run.log.method_calls == [mock.call.say(f"step 7: profiled, see {folder}")]
     assert not (tmp_path / "one/profile").exists()
+
+
+def test_a_profile_that_cannot_be_written_is_named_and_ends_nothing(tmp_path: Path, job: None) -> None:
+    run = mock.Mock(step=7)
+    run.inputs.config, run.inputs.backend = make_config(tmp_path), choose_backend("cpu")
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one/profile").touch()
+    (tmp_path / "one/profiles").write_text("in the way")
+    with profiled(run):
+        pass
+    ((_, (line,), _),) = run.log.method_calls
+    assert "rank_00000.json.gz" in line and "one/profiles" in line.rpartition("Errno")[2]

@@ -324,5 +324,5 @@ def _notes(config: Config, shape: Shape, given: Given, stages: list[Stage]) -> l
     if shape.arch.adapters is not None:
         notes.append("activations of adapters are not counted")
     if shape.device == "cuda":
-        notes.append("activations are checked with traces of simulated GPUs (--trace), not real ones")
+        notes.append("activations are checked with traces of simulated GPUs (--trace), and on one real GPU")
     return notes

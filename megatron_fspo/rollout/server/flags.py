@@ -197,13 +197,10 @@ def write_first_adapter(folder: Path, config: Mapping[str, Any]) -> None:
     import torch
     from safetensors.torch import save_file
 
-    head_dim = _head_dim(config)
-    if not head_dim:
-        raise InputError("--lora-rank: the model's config.json has no head_dim")
-    try:
-        sizes = {"A": (1, config["hidden_size"]), "B": (config["num_attention_heads"] * head_dim, 1)}
-    except KeyError as error:
-        raise InputError(f"--lora-rank: the model's config.json has no {error}") from None
+    hidden, heads, head_dim = config.get("hidden_size"), config.get("num_attention_heads"), _head_dim(config)
+    if not (hidden and heads and head_dim):
+        raise InputError("--lora-rank: the model's config.json lacks hidden_size or num_attention_heads")
+    sizes = {"A": (1, hidden), "B": (heads * head_dim, 1)}
     folder.mkdir(parents=True, exist_ok=True)
     stem = "base_model.model.model.layers.0.self_attn.q_proj.lora"
     factors = {f"{stem}_{name}.weight": torch.zeros(size) for name, size in sizes.items()}
