@@ -29,11 +29,11 @@ done
 export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 if [ "$nnodes" = 1 ]; then
-  meet="--standalone"
+  meet="--rdzv-endpoint 127.0.0.1:0"
 else
   : "${NODE_RANK:?NNODES needs NODE_RANK, the number of this node}" "${MASTER_ADDR:?NNODES needs MASTER_ADDR}"
   host=$([ "$node" = 0 ] && echo true || echo false)
-  meet="--nnodes $nnodes --rdzv-backend c10d --rdzv-endpoint $MASTER_ADDR:${MASTER_PORT:-29500}
+  meet="--nnodes $nnodes --rdzv-endpoint $MASTER_ADDR:${MASTER_PORT:-29500}
     --rdzv-conf is_host=$host"
 fi
 if [ "$restarts" != 0 ] || [ "$nnodes" != "${nnodes#*:}" ]; then
@@ -45,12 +45,6 @@ fi
 # Check the arguments once, here, where every error is one line, and exit status 2. Later nodes may come when
 # the first has begun to write.
 if [ "$node" = 0 ]; then
-  # torchrun would take whoever listens there for node 0.
-  port=${MASTER_PORT:-29500}
-  if [ "$nnodes" != 1 ] && timeout 5 bash -c "exec 3<> /dev/tcp/127.0.0.1/$port" 2> /dev/null; then
-    echo "megatron-fspo: MASTER_PORT=$port: in use on node 0; set another on all nodes" >&2
-    exit 2
-  fi
   WORLD_SIZE=$((nproc * ${nnodes#*:})) "$python" "$0" --check "$@"
 fi
 # An agent that has reached node 0 waits without limit for its answer, if that vanishes while nodes meet. Once
@@ -69,7 +63,7 @@ watch_node_0() {
 }
 if [ "$node" != 0 ]; then watch_node_0 "$MASTER_ADDR" "${MASTER_PORT:-29500}" & fi
 # shellcheck disable=SC2086  # words
-exec "$python" -m torch.distributed.run $meet --nproc-per-node "$nproc" --max-restarts "$restarts" \
+exec "$python" -m megatron_fspo.cli.launch $meet --nproc-per-node "$nproc" --max-restarts "$restarts" \
   --shutdown-timeout "${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-1800}" "$0" "$@"
 ":"""
 

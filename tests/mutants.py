@@ -215,7 +215,17 @@ MUTANTS = {
         "return words if api_key() is None else", "return words if api_key() else", "test_serve.py guard",
     ),
     "a checkpoint names any class": Mutant(
-        "if (module, name) not in _ALLOWED:", "if not module:", "test_megatron_damage.py",
+        "if (module, name) not in self._allowed:", "if not module:", "test_megatron_damage.py",
+    ),
+    "nodes unpickle what strangers write": Mutant(
+        "Unpickler(decoded[0], _TYPES).load()", "pass", "test_rendezvous.py states",
+    ),
+    "a store on all interfaces": Mutant(
+        "timeout=timeout, master_listen_fd=listener.detach()", "timeout=timeout",
+        "test_rendezvous.py one_address",
+    ),
+    "a job at a public address": Mutant(
+        "if ip_address(ip).is_global and", "if not ip and", "test_wrong_inputs.py environment",
     ),
     "an entry is unpickled freely": Mutant(
         'torch.load(entry, map_location="cpu", weights_only=True)',

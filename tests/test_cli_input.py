@@ -163,8 +163,8 @@ def test_another_pipe_that_broke_is_an_error(monkeypatch: pytest.MonkeyPatch, tm
 def torchrun(folder: Path, program: str) -> subprocess.Popen[str]:
     """The launcher with two ranks of a program."""
     (folder / "rank.py").write_text(f"import os, signal, sys, time\n{program}\ntime.sleep(60)\n")
-    words = "-m megatron_fspo.cli.launch --standalone --nproc-per-node 2 --shutdown-timeout 600"
-    command = [sys.executable, *words.split(), str(folder / "rank.py")]
+    words = "--rdzv-endpoint 127.0.0.1:0 --nproc-per-node 2 --shutdown-timeout 600".split()
+    command = [sys.executable, "-m", "megatron_fspo.cli.launch", *words, str(folder / "rank.py")]
     return subprocess.Popen(command, cwd=REPO, env=environment(), stderr=subprocess.PIPE, text=True)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -88,7 +88,13 @@ def start_ranks(args: argparse.Namespace) -> None:
     # torchrun would set the same value with a warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.stdout.flush()
-    launcher = ["-m", "megatron_fspo.cli.launch", "--standalone", "--nproc-per-node", str(args.nproc)]
+    os.execv(sys.executable, launcher(args.nproc, words))
+
+
+def launcher(nproc: int, words: Sequence[str]) -> list[str]:
+    """Return the command that runs ``megatron-fspo`` with ``words`` on ``nproc`` ranks of this machine, which
+    meet at a loopback address."""
+    options = ["--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", str(nproc)]
     # torchrun kills ranks that still run 30 s after SIGTERM by default, which may be in the middle of a step.
-    launcher += ["--shutdown-timeout", os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)]
-    os.execv(sys.executable, [sys.executable, *launcher, "-m", "megatron_fspo", *words])
+    options += ["--shutdown-timeout", os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)]
+    return [sys.executable, "-m", "megatron_fspo.cli.launch", *options, "-m", "megatron_fspo", *words]

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from megatron_fspo.errors import InputError
+from megatron_fspo.rollout.common import KEY_VARIABLE
 
 if TYPE_CHECKING:
     from megatron_fspo.config import Config
@@ -66,11 +67,11 @@ def _top(module: str | None) -> str:
 def examine(config: Config | None = None) -> dict[str, Any]:
     """Examine the installation and return the findings as JSON types.
 
-    Keys: ``python``, ``packages``, ``gpus``, ``use``, ``missing``, ``required`` (required packages that are
-    missing) and ``transformer engine``. The last has the attention backend for the shapes of the run, by
-    default those of Qwen3-8B; it is empty without a GPU or if the package does not import. Without torch,
-    megatron-core or pydantic, ``gpus`` and ``use`` are empty. Raises ``InputError`` if the run's model cannot
-    be read.
+    Keys: ``python``, ``packages``, ``gpus``, ``use``, ``ports`` (who listens where), ``missing``,
+    ``required`` (required packages that are missing) and ``transformer engine``. The last has the attention
+    backend for the shapes of the run, by default those of Qwen3-8B; it is empty without a GPU or if the
+    package does not import. Without torch, megatron-core or pydantic, ``gpus`` and ``use`` are empty. Raises
+    ``InputError`` if the run's model cannot be read.
     """
     required = absent()
     findings: dict[str, Any] = {
@@ -79,6 +80,13 @@ def examine(config: Config | None = None) -> dict[str, Any]:
         "gpus": [],
         "use": {},
         "transformer engine": {},
+        "ports": {
+            "store and gloo": "127.0.0.1 for --nproc; else the interface of MASTER_ADDR, with no password; "
+            "torchrun without the launch script: all interfaces, or gloo's GLOO_SOCKET_IFNAME",
+            "NCCL": os.environ.get("NCCL_SOCKET_IFNAME", "its own choice, as NCCL_SOCKET_IFNAME is not set"),
+            "vLLM servers": f"127.0.0.1, or --host with {KEY_VARIABLE}, which is "
+            + ("set" if os.environ.get(KEY_VARIABLE) else "not set"),
+        },
         "missing": ["install the packages above, then run `megatron-fspo doctor` again"],
         "required": required,
     }
@@ -185,6 +193,7 @@ def render(findings: dict[str, Any]) -> str:
         f"  {name:<20} {', '.join(value) or '-' if isinstance(value, list) else value}"
         for name, value in findings["use"].items()
     ]
+    lines += ["", "where a job listens", *(f"  {name:<20} {at}" for name, at in findings["ports"].items())]
     if findings["transformer engine"]:
         lines += ["", "Transformer Engine here"]
         lines += [f"  {name:<20} {value}" for name, value in findings["transformer engine"].items()]

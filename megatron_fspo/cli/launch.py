@@ -1,4 +1,4 @@
-"""torchrun for ``--nproc``, without its own messages: a rank reports its failure in one line."""
+"""torchrun with our rendezvous, without its own messages: a rank reports its failure in one line."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ def main() -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
+    from megatron_fspo.cli.rendezvous import BACKEND, meet
+
+    rendezvous_handler_registry.register(BACKEND, meet)
     for module in ("agent.server.api", "multiprocessing.api"):  # signals, and failures that ranks reported
         logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
     threading.Thread(target=_wake_stopped_ranks, daemon=True).start()
     try:
-        run.main(sys.argv[1:])
+        run.main(["--rdzv-backend", BACKEND, *sys.argv[1:]])
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     except ChildFailedError as error:

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_fspo.cli.command import launcher
 from megatron_fspo.cli.console import import_megatron, progress_bar
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.weights import (
@@ -148,16 +148,7 @@ def _megatron_scores(folder: Path, sequences: Sequence[Sequence[int]], layout: s
         task = {
             "folder": str(folder), "sequences": sequences, "layout": layout, "dtype": dtype, "out": str(out),
         }  # fmt: skip
-        ranks = ["--standalone", "--nproc-per-node", str(count_ranks(layout))]
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            *ranks,
-            "-m",
-            "megatron_fspo",
-            *("convert", "verify", "--as-rank", json.dumps(task)),
-        ]
+        command = launcher(count_ranks(layout), ["convert", "verify", "--as-rank", json.dumps(task)])
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode or not out.is_file():

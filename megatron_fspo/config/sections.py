@@ -99,6 +99,9 @@ class Parallel(Section):
     silence_seconds: Annotated[float, Field(ge=1, le=86400)] = Field(
         40.0, description="end the run when a rank sends no heartbeat for this long"
     )
+    public_address: bool = Field(
+        False, description="allow a public `MASTER_ADDR`: the ports of a job have no password"
+    )
 
     @property
     def interleaved(self) -> bool:

@@ -6,10 +6,12 @@ import atexit
 import gc
 import itertools
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from ipaddress import ip_address
 
 import torch
 import torch.distributed as dist
@@ -69,7 +71,7 @@ def join(backend: Backend, *, parallel: Parallel | None = None) -> Control:
     _control.meet("the ranks to start", seconds=parallel.collective_seconds)
     if dist.is_initialized():
         return _control
-    store, rank, world_size = _rendezvous(parallel.collective_seconds)
+    store, rank, world_size = _rendezvous(parallel)
     dist.init_process_group(
         backend.collectives,
         # A new prefix, as the job may be joined again after stop(), when old addresses are stale.
@@ -86,7 +88,7 @@ def join(backend: Backend, *, parallel: Parallel | None = None) -> Control:
 
 def _connect(parallel: Parallel) -> Control:
     """Start the job's control (waits and heartbeat), on its own connection to the store."""
-    store, rank, world_size = _rendezvous(parallel.collective_seconds)
+    store, rank, world_size = _rendezvous(parallel)
     patience = Patience(wait=parallel.wait_seconds, silence=parallel.silence_seconds)
     if world_size == 1:
         return Control(patience)
@@ -101,30 +103,38 @@ def _connect(parallel: Parallel) -> Control:
     )
 
 
-def _rendezvous(seconds: float) -> tuple[Store, int, int]:
+def _rendezvous(parallel: Parallel) -> tuple[Store, int, int]:
     """Return the rendezvous store, rank and world size."""
     global _joined
     if dist.is_initialized():  # by a program that uses this package as a library
         return _get_default_store(), dist.get_rank(), dist.get_world_size()
     if _joined is None:
         alone = "MASTER_ADDR" not in os.environ
-        _joined = (HashStore(), 0, 1) if alone else _of_environment(seconds)
+        _joined = (HashStore(), 0, 1) if alone else _of_environment(parallel)
     return _joined
 
 
-def _of_environment(seconds: float) -> tuple[Store, int, int]:
+def _of_environment(parallel: Parallel) -> tuple[Store, int, int]:
     """Rendezvous by the environment variables that a launcher sets.
 
     Raises:
-        InputError: a variable is missing or invalid, or the port is in use.
+        InputError: a variable is missing or invalid, the port is in use, or the address is a public one.
         TrainingError: there is no answer from the master address, or not all ranks start.
     """
+    seconds, master = parallel.collective_seconds, os.environ["MASTER_ADDR"]
+    with suppress(OSError):  # a name without an address has no answer below
+        ip = socket.gethostbyname(master)
+        if ip_address(ip).is_global and not parallel.public_address:
+            raise InputError(
+                f"MASTER_ADDR = {master} is the public address {ip}, and a job's ports have no password: use "
+                "an address of the cluster's own network, or set parallel.public_address"
+            )
     try:
         store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
     except ValueError as error:
         raise InputError(f"environment variables of this rank: {error}") from None
     except dist.DistError as error:
-        address = f"MASTER_ADDR = {os.environ['MASTER_ADDR']}, MASTER_PORT = {os.environ.get('MASTER_PORT')}"
+        address = f"MASTER_ADDR = {master}, MASTER_PORT = {os.environ.get('MASTER_PORT')}"
         if "EADDRINUSE" in str(error):
             raise InputError(f"{address}: the port is in use, choose another one") from None
         raise TrainingError(f"{address}: no answer: {str(error).splitlines()[0]}") from None

@@ -57,11 +57,20 @@ def join_nccl(store: Store, rank: int, size: int, timeout: timedelta, address: s
     return group
 
 
-def listen(host: str) -> socket.socket:
-    """Return a socket that listens on a free port of one address of this machine only. Raises ``OSError`` if
-    it has no such name or address."""
-    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens on one address of this machine only; ``port`` 0: a free one. Raises
+    ``OSError`` if it has no such name or address, or the port is in use."""
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server(address[:2], family=family)
+
+
+def host_store(host: str, port: int = 0, *, timeout: timedelta) -> TCPStore:
+    """Serve a store on the address of :func:`listen`; torch's own would listen on all addresses."""
+    listener = listen(host, port)
+    ip, port = listener.getsockname()[:2]
+    return TCPStore(
+        ip, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
 
 
 def address_towards(host: str, port: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,16 @@ _MODULES = {
 _ALLOWED = {(module, name) for module, names in _MODULES.items() for name in names}
 
 
-class _Unpickler(pickle.Unpickler):
+class Unpickler(pickle.Unpickler):
+    """Reads a pickle of ``allowed`` types, pairs of module and name. Raises nearly anything if the pickle is
+    damaged, ``UnpicklingError`` if it has another type."""
+
+    def __init__(self, data: bytes, allowed: Container[tuple[str, str]]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._allowed = allowed
+
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _ALLOWED:
+        if (module, name) not in self._allowed:
             raise pickle.UnpicklingError(f"{module}.{name} is not an allowed type")
         return super().find_class(module, name)
 
@@ -55,7 +63,7 @@ def read_metadata(folder: Path) -> Metadata:
     """Read the index of a ``torch_dist`` folder; ``InputError`` if it is missing, damaged or unsafe."""
     path = folder / METADATA
     try:
-        metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
+        metadata = Unpickler(path.read_bytes(), _ALLOWED).load()
     except FileNotFoundError:
         raise InputError(f"{path} is missing; a Megatron checkpoint (torch_dist) must have it") from None
     except Exception as error:  # a damaged pickle raises nearly anything

@@ -25,7 +25,7 @@ exec "$@"
 
 def why_not() -> str | None:
     """The reason why there can be no nodes here, if there is one."""
-    for program in ("ip", "unshare", "nsenter"):
+    for program in ("ip", "ss", "unshare", "nsenter"):
         if shutil.which(program) is None:
             return f"nodes are network namespaces, which need `{program}`"
     if os.geteuid() != 0:
@@ -79,6 +79,11 @@ class Nodes:
         words = ["ip", "netns", "exec", self._namespace(name), "unshare", "--uts", "--mount"]
         words += ["sh", "-c", _ENTER, "sh", name, str(self._hosts), *command]
         return subprocess.Popen(words, text=True, start_new_session=True, **options)
+
+    def listening(self, name: str) -> set[str]:
+        """The addresses at which a node's processes accept TCP connections."""
+        lines = _ip("netns", "exec", self._namespace(name), "ss", "-ltnH").splitlines()
+        return {line.split()[3].rpartition(":")[0] for line in lines}
 
     def cut(self, name: str) -> None:
         """Nobody reaches the node any more, and it reaches nobody, as if its cable were pulled."""

@@ -43,6 +43,7 @@ def test_node_0_gone_while_nodes_meet(tmp_path: Path) -> None:
             time.sleep(10)  # node-b meets node 0, and waits
             said = tmp_path / "node-b"
             assert [agent.poll() for agent in agents] == [None, None], said.read_text()
+            assert nodes.listening("node-a") == {nodes.address("node-a")} and not nodes.listening("node-b")
             nodes.cut("node-a")
             assert agents[1].wait(60) != 0
             assert "node 1: node 0 at node-a:29500 has not answered for" in said.read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -72,7 +73,15 @@ def test_two_nodes_have_the_numbers_of_one(
 
     finish([start("one", "node-a", NPROC="4")])
     both = {"NNODES": "2", "MASTER_ADDR": nodes.address("node-a")}
-    finish([start("two", name, NODE_RANK=str(i), **both) for i, name in enumerate(["node-a", "node-b"])])
+    agents = [start("two", name, NODE_RANK=str(i), **both) for i, name in enumerate(["node-a", "node-b"])]
+    listening: dict[str, set[str]] = {"node-a": set(), "node-b": set()}
+    end = time.monotonic() + 300
+    while any(agent.poll() is None for agent in agents) and time.monotonic() < end:
+        for name, addresses in listening.items():
+            addresses |= nodes.listening(name)
+        time.sleep(0.5)
+    finish(agents)
+    assert listening == {name: {nodes.address(name)} for name in listening}, "gloo's listeners too"
 
     one, two = rows(tmp_path, "one"), rows(tmp_path, "two")
     assert [row["step"] for row in one] == [0, 1, 2]

@@ -23,13 +23,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 
 from megatron_fspo.job.remote import Loop
 from megatron_fspo.rollout.client.server import Server, ServerLost
 from megatron_fspo.rollout.common import is_loopback
 from megatron_fspo.rollout.delta import Changes
-from megatron_fspo.rollout.links import address_towards, join_gloo, join_nccl, listen
+from megatron_fspo.rollout.links import address_towards, host_store, join_gloo, join_nccl
 
 CONTROL_SECONDS = 150.0
 """Time limit for each step of an update except the tensors. A server that exceeds it counts as lost."""
@@ -159,24 +158,15 @@ class BroadcastSender:
         await asyncio.to_thread(self.close)
         sizes = await asyncio.gather(*(_workers(server) for server in servers))
         address = self._address or _address_towards(servers)
-        listener = listen(address)
-        ip, port = listener.getsockname()[:2]
-        store = TCPStore(
-            ip,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=self._timeout,
-            master_listen_fd=listener.detach(),  # otherwise it would listen on all addresses
-        )
+        store = host_store(address, timeout=self._timeout)
         size = 1 + sum(sizes)
-        group = {"master_address": address, "master_port": port, "world_size": size}
+        group = {"master_address": address, "master_port": store.port, "world_size": size}
         group |= {"timeout_seconds": self._timeout.total_seconds(), "delta": self._delta}
         offsets = accumulate(sizes[:-1], initial=1)
         members = {
             server: group | {"rank_offset": offset} for server, offset in zip(servers, offsets, strict=True)
         }
-        joining = asyncio.to_thread(self._join, store, 0, size, self._timeout, ip)
+        joining = asyncio.to_thread(self._join, store, 0, size, self._timeout, store.host)
         self._group, _ = await asyncio.gather(joining, self._ask(members))
         self._members = members
 
