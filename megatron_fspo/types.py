@@ -69,6 +69,9 @@ class Reply:
 class Environment(Protocol):
     """Replies to the turns of the policy."""
 
+    limit_seconds: float
+    """If none of the replies that it owes arrives for so long, the run ends."""
+
     def answer(self, prompt: Prompt, turns: Sequence[Sequence[int]], trajectory: object) -> Future[Reply]:
         """Return a future of the reply to the last of ``turns`` (token ids). Thread-safe; errors become a
         reply with ``failed`` set. ``trajectory`` is the same object for all turns of a trajectory, so an

@@ -122,6 +122,41 @@ MUTANTS = {
     "a tool's text: the end of a turn twice": Mutant(
         "tuple(ids[1:] if ended", "tuple(ids if ended", "test_text.py",
     ),
+    "agents: children outlive them": Mutant(
+        "if self._mark in environ.read_bytes()", "if self._mark == environ.read_bytes()",
+        "test_agent.py daemon",
+    ),
+    "agents: the group outlives its leader": Mutant(
+        "        self._kill()\n        for environ", "        for environ", "test_agent.py group",
+    ),
+    "agents: any size": Mutant(
+        "len(length) > 9 or int(length) > _LARGEST", "False", "test_agent.py large",
+    ),
+    "agents: any reward": Mutant(
+        "self.reward = reward if math.isfinite(reward) else None", "self.reward = reward",
+        "test_agent.py prints",
+    ),
+    "agents: all that they print is kept": Mutant(
+        "(end + chunk)[-_TAIL:]", "end + chunk", "test_agent.py prints",
+    ),
+    "children have our keys": Mutant(
+        'if name in _PASSED_ON or name.startswith("LC_") or name in names', "", "test_agent.py keys",
+    ),
+    "a tool's wrong types": Mutant(
+        "if not isinstance(value, _TYPES.get(key, ()))", "if key not in _TYPES", "test_text.py goes_wrong",
+    ),
+    "a busy server is asked once": Mutant(
+        "response.status_code >= 500 or response.status_code == 429:\n        raise TryAgain",
+        "response.status_code >= 500:\n        raise TryAgain", "test_remote.py again",
+    ),
+    "answers without an end": Mutant("if len(answer) > LARGEST:", "if False:", "test_remote.py failure"),
+    "a drip is waited for": Mutant(
+        "asyncio.timeout(seconds),", "asyncio.timeout(None),", "test_remote.py answer",
+    ),
+    "a silent environment": Mutant(
+        "if time.monotonic() - self._replied > environment.limit_seconds:", "if False:",
+        "test_trajectories.py silent",
+    ),
     "rows: read those before": Mutant(
         "pairwise(borders[i][1:])]", "pairwise(borders[i][1:2])]", "test_rows.py"
     ),

@@ -37,6 +37,9 @@ class Environment(Section):
     inserted_tokens: PositiveInt = Field(512, description="longest inserted answer; the rest is cut off")
     workers: PositiveInt = Field(4, description="environment processes per data-parallel rank")
     seconds: PositiveFloat = Field(10.0, description="timeout of an answer; kills its worker or agent")
+    variables: tuple[str, ...] = Field(
+        (), description="environment variables that tools and agents get beside `PATH`, `HOME` and the like"
+    )
     memory_gb: PositiveFloat = Field(1.0, description="memory of a worker beyond its libraries")
 
     @property

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import secrets
+import select
 import shutil
 import signal
 import subprocess
@@ -23,12 +24,15 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from queue import Empty, SimpleQueue
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, finalize
 
 from megatron_fspo.environments.chat import Encoder, Message, added, render
 from megatron_fspo.errors import InputError
+from megatron_fspo.job.parent import clean_environment
 from megatron_fspo.types import Prompt, Reply
 
 if TYPE_CHECKING:
@@ -36,6 +40,11 @@ if TYPE_CHECKING:
 
 _LARGEST = 2**24
 """Maximum bytes of a request."""
+_PIPE, _TAIL = 2**20, 2**12
+"""Bytes that a pipe may hold, and that are kept of the program's output."""
+_LOOK_SECONDS = 0.1
+_EXIT_SECONDS = 30.0
+_EXITED = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 
 class _Wrong(Exception):
@@ -47,49 +56,77 @@ class _Request:
     """A chat completion that the program waits for."""
 
     messages: list[Message]
-    answer: SimpleQueue[str | None] = field(default_factory=SimpleQueue)
-    """Receives the text; None: the trajectory is over."""
+    answer: SimpleQueue[str] = field(default_factory=SimpleQueue)
 
 
 class _Session:
     """The program's process for one trajectory."""
 
-    def __init__(self, command: Sequence[str], prompt: Prompt, address: str) -> None:
+    def __init__(self, config: Environment, prompt: Prompt, address: str) -> None:
         self.secret = secrets.token_urlsafe()
         self.requests: SimpleQueue[_Request | None] = SimpleQueue()
         """None: the program has ended."""
         self.open: _Request | None = None
         """The last request, which waits for the current turn."""
+        self.asking = threading.Lock()
+        """Held while a request waits for its answer."""
+        self.over = threading.Event()
         self.reward: float | None = None
         self.failed = False
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OPENAI_BASE_URL": f"{address}/v1", "OPENAI_API_KEY": self.secret},
-            start_new_session=True,
-        )
         row = {"index": prompt.index, "prompt": prompt.text, "answer": prompt.answer}
-        task = json.dumps({**row, "fields": dict(prompt.fields)})
-        threading.Thread(target=self._attend, args=(task,), name="agent", daemon=True).start()
+        self._mark = f"OPENAI_API_KEY={self.secret}".encode()
+        env = clean_environment(config.variables)
+        with TemporaryFile() as task:  # a program may not read it, and a pipe would be full
+            task.write(json.dumps({**row, "fields": dict(prompt.fields)}).encode())
+            task.seek(0)
+            self._process = subprocess.Popen(
+                config.command,
+                stdin=task,
+                stdout=subprocess.PIPE,
+                env={**env, "OPENAI_BASE_URL": f"{address}/v1", "OPENAI_API_KEY": self.secret},
+                start_new_session=True,
+            )
+        threading.Thread(target=self._attend, name="agent", daemon=True).start()
 
-    def _attend(self, task: str) -> None:
-        """Send the program its task and read its output, whose last word may be a reward."""
-        output, _ = self._process.communicate(task.encode())
-        words = output.decode("utf-8", "replace").split()
-        with suppress(ValueError):
-            reward = float(words[-1] if words else "")
+    def _attend(self) -> None:
+        """Read the program's output, whose last word may be a reward, until the program ends."""
+        pipe, ended, end = self._process.stdout, False, b""
+        assert pipe is not None
+        with pipe:
+            ready = select.poll()
+            ready.register(pipe, select.POLLIN)
+            while not ended:
+                # Its children may hold the pipe open, so its end, not the pipe's, ends the reading. It is not
+                # reaped yet, so that the number of its process group stays its own.
+                try:
+                    ended = os.waitid(os.P_PID, self._process.pid, _EXITED) is not None
+                except ChildProcessError:  # somebody else has reaped it
+                    ended = True
+                if ready.poll(0 if ended else _LOOK_SECONDS * 1000):
+                    chunk = os.read(pipe.fileno(), _PIPE)
+                    end = (end + chunk)[-_TAIL:]
+                    if not chunk and not ended:  # the program has closed it
+                        time.sleep(_LOOK_SECONDS)
+        self._kill()
+        for environ in Path("/proc").glob("[0-9]*/environ"):  # children in sessions of their own
+            with suppress(OSError):
+                if self._mark in environ.read_bytes().split(b"\0"):
+                    os.kill(int(environ.parent.name), signal.SIGKILL)
+        self.over.set()
+        self.failed = self._process.wait(_EXIT_SECONDS) != 0
+        with suppress(ValueError, IndexError):
+            reward = float(end.decode("utf-8", "replace").split()[-1])
             self.reward = reward if math.isfinite(reward) else None
-        self.failed = self._process.returncode != 0
         self.requests.put(None)
 
-    def end(self) -> None:
-        """Kill the program, with its child processes, if it still runs; answer its open request."""
+    def _kill(self) -> None:
         with suppress(ProcessLookupError):
-            if self._process.poll() is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
-        if self.open is not None:
-            self.open.answer.put(None)
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill the program, with its child processes, if it still runs."""
+        if not self.over.is_set():
+            self._kill()
 
 
 class AgentEnvironment:
@@ -106,6 +143,7 @@ class AgentEnvironment:
         if shutil.which(config.command[0]) is None:
             raise InputError(f"environment.command: there is no program {config.command[0]!r}")
         self._config, self._tokenizer = config, tokenizer
+        self.limit_seconds = 2 * config.seconds + 60.0
         self._encoder = Encoder(tokenizer, stop_token_ids)
         self._sessions: WeakKeyDictionary[Any, _Session] = WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -139,7 +177,7 @@ class AgentEnvironment:
             if self._server is None:
                 self._server = _Server()
             if trajectory not in self._sessions:
-                session = _Session(self._config.command, prompt, self._server.address)
+                session = _Session(self._config, prompt, self._server.address)
                 self._server.sessions[session.secret] = session
                 self._sessions[trajectory] = session
                 finalize(trajectory, self._server.forget, session.secret)
@@ -192,6 +230,8 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
+    timeout = 60.0
+    """Seconds for a read or write of a connection."""
 
     def do_POST(self) -> None:
         """Answer a chat completion, the only supported request."""
@@ -199,16 +239,33 @@ class _Handler(BaseHTTPRequestHandler):
         if session is None:
             self._send(401, {"error": {"message": "no running trajectory has this key"}})
             return
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or len(length) > 9 or int(length) > _LARGEST:
+            self.close_connection = True
+            self._send(400, {"error": {"message": f"Content-Length: must be at most {_LARGEST} bytes"}})
+            return
         try:
-            body = self.rfile.read(min(int(self.headers.get("Content-Length", 0)), _LARGEST))
+            body = self.rfile.read(int(length))
             if self.path != "/v1/chat/completions":
                 raise _Wrong(f"{self.path} is not supported: use /v1/chat/completions")
             request = _Request(_messages(json.loads(body)))
-        except (ValueError, _Wrong) as error:
+        except (ValueError, RecursionError, _Wrong) as error:
             self._send(400, {"error": {"message": str(error)}})
             return
-        session.requests.put(request)
-        if (text := request.answer.get()) is None:
+        if not session.asking.acquire(blocking=False):
+            self._send(
+                429, {"error": {"message": "another request waits for its answer: send one at a time"}}
+            )
+            return
+        text = None
+        try:
+            session.requests.put(request)
+            while text is None and not session.over.is_set():
+                with suppress(Empty):
+                    text = request.answer.get(timeout=_LOOK_SECONDS)
+        finally:
+            session.asking.release()
+        if text is None:
             self._send(410, {"error": {"message": "the trajectory is over"}})
             return
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}

@@ -12,15 +12,12 @@ import json
 from concurrent.futures import Future
 from typing import Any
 
-import httpx
-
-from megatron_fspo.environments.tools import Observation
 from megatron_fspo.environments.worker import fields_of
-from megatron_fspo.job.remote import Loop, TryAgain, attempted, http_client
+from megatron_fspo.job.remote import Loop, attempted, http_client, post
 from megatron_fspo.rewards.remote import check_url
 
-_ATTEMPTS = 4
-_FIRST_WAIT, _LONGEST_WAIT = 0.5, 8.0
+ATTEMPTS = 4
+_FIRST_WAIT, LONGEST_WAIT = 0.5, 8.0
 _REQUESTS = 64
 """Maximum number of concurrent requests."""
 
@@ -41,22 +38,13 @@ class ToolServer:
     async def _ask(self, row: dict[str, Any], turns: list[str]) -> dict[str, Any]:
         asked = {"prompt": row["text"], "turns": turns, "answer": row["answer"], "fields": row["fields"]}
         body = json.dumps(asked).encode("ascii")
-        said = await attempted(
-            lambda: self._attempt(body), _ATTEMPTS, first_wait=_FIRST_WAIT, longest_wait=_LONGEST_WAIT
+        status, content = await attempted(
+            lambda: self._attempt(body), ATTEMPTS, first_wait=_FIRST_WAIT, longest_wait=LONGEST_WAIT
         )
-        return fields_of(self._url, Observation(**said) if isinstance(said, dict) else said)
+        if status != 200:
+            raise ValueError(f"status {status}")
+        return fields_of(self._url, json.loads(content))
 
-    async def _attempt(self, body: bytes) -> Any:
-        headers = {"Content-Type": "application/json"}
+    async def _attempt(self, body: bytes) -> tuple[int, bytes]:
         async with self._open:
-            try:
-                response = await self._http.post(
-                    self._url, content=body, headers=headers, timeout=self._seconds
-                )
-            except httpx.RequestError as error:
-                raise TryAgain(f"{type(error).__name__} {error}") from None
-        if response.status_code >= 500 or response.status_code == 429:
-            raise TryAgain(f"status {response.status_code}")
-        if response.status_code != 200:
-            raise ValueError(f"status {response.status_code}")
-        return response.json()
+            return await post(self._http, self._url, body, seconds=self._seconds, key="environment.seconds")

@@ -15,11 +15,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_fspo.environments.chat import Encoder, added
-from megatron_fspo.environments.http import ToolServer
+from megatron_fspo.environments.http import ATTEMPTS, LONGEST_WAIT, ToolServer
 from megatron_fspo.environments.tools import Observation
-from megatron_fspo.environments.worker import answer, function_of
+from megatron_fspo.environments.worker import BUILT_IN, answer, function_of
 from megatron_fspo.errors import InputError
-from megatron_fspo.rewards.pool import MOST_TASKS, KillablePool
+from megatron_fspo.rewards.pool import MOST_TASKS, START_SECONDS, KillablePool
 from megatron_fspo.types import Prompt, Reply
 
 if TYPE_CHECKING:
@@ -40,6 +40,10 @@ class TextEnvironment:
         else:
             function_of(config.name)
         self._config, self._encoder = config, Encoder(tokenizer, stop_token_ids)
+        tried = 2 * (config.seconds + START_SECONDS)
+        if config.name == "http":
+            tried = ATTEMPTS * (config.seconds + 2 * LONGEST_WAIT)
+        self.limit_seconds = tried + 60.0
         self._before, self._after = ("", "") if config.role is None else frame(tokenizer, config.role)
         self._lock = threading.Lock()
         self._pool: KillablePool | None = None
@@ -50,6 +54,8 @@ class TextEnvironment:
         texts = [self._encoder.text(turn) for turn in turns]
         row = {"index": prompt.index, "token_ids": [], "text": prompt.text, "answer": prompt.answer}
         row |= {"fields": dict(prompt.fields), "dataset": prompt.dataset}
+        if self._config.name in BUILT_IN:  # a program that the policy wrote could look around for the answer
+            row, texts = row | {"text": "", "answer": "", "fields": {}}, texts[-1:]
         result: Future[Reply] = Future()
         began = time.monotonic()
 
@@ -59,10 +65,10 @@ class TextEnvironment:
             except CancelledError:
                 result.cancel()
                 return
-            except Exception as error:  # a limit was exceeded, or the function raised
+            except Exception as error:  # a limit was exceeded, the function raised, or its answer is wrong
                 observed = Observation(text=f"error: {error}", failed=True)
+            reply = self._reply(observed, prompt, ended)
             with suppress(InvalidStateError):  # the caller has cancelled the request
-                reply = self._reply(observed, prompt, ended)
                 result.set_result(replace(reply, seconds=time.monotonic() - began))
 
         if self._server is not None:
@@ -82,6 +88,7 @@ class TextEnvironment:
                     seconds=config.seconds,
                     memory_gb=config.memory_gb,
                     tasks=1 if config.name == "python" else MOST_TASKS,
+                    variables=config.variables,
                 )
             return self._pool
 

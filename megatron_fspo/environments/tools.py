@@ -11,7 +11,6 @@ import contextlib
 import io
 import math
 import operator
-import os
 import re
 import traceback
 from collections.abc import Callable, Sequence
@@ -67,21 +66,27 @@ def calculator(prompt: Prompt, turns: Sequence[str]) -> Answer:
 
 def python(prompt: Prompt, turns: Sequence[str]) -> Answer:
     """Reply ``<output>1024</output>`` to ``<python>print(2 ** 10)</python>``: the program's output and the
-    last line of its traceback. The worker blocks Python functions that start processes, open connections or
-    write files. That prevents accidents, not attacks."""
+    last line of its traceback. The worker has neither our environment variables nor the prompt, and blocks
+    Python functions that start processes, open connections or write files. That prevents accidents, not
+    attacks."""
     program = _call(turns[-1], "python")
     if program is None:
         return None
-    os.environ.clear()  # hide API keys from the program
-    printed, problem = io.StringIO(), ""
+    printed, problem = _Output(), ""
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
             exec(compile(program.strip(), "<python>", "exec"), {"__name__": "__main__"})
         except BaseException as error:  # including SystemExit
             problem = traceback.format_exception_only(error)[-1]
-    return Observation(
-        text=f"<output>{printed.getvalue()[:_PRINTED]}{problem}</output>", failed=bool(problem)
-    )
+    return Observation(text=f"<output>{printed.getvalue()}{problem}</output>", failed=bool(problem))
+
+
+class _Output(io.StringIO):
+    """Keeps what is printed up to a limit."""
+
+    def write(self, text: str) -> int:
+        super().write(text[: _PRINTED - self.tell()])
+        return len(text)
 
 
 def _call(turn: str, name: str) -> str | None:

@@ -17,6 +17,9 @@ from megatron_fspo.types import Prompt
 _LONGEST = 100_000
 """Maximum characters of an answer; the rest is cut off."""
 
+_TYPES = {"text": str | None, "forget": bool, "reward": int | float | None, "failed": bool}
+"""Field of an :class:`~megatron_fspo.environments.tools.Observation` → its type."""
+
 Function = Callable[[Prompt, Sequence[str]], Answer]
 BUILT_IN: dict[str, Function] = {"calculator": tools.calculator, "python": tools.python}
 
@@ -39,23 +42,34 @@ def answer(name: str, prompt: dict[str, Any], turns: list[str]) -> dict[str, Any
 
 
 def fields_of(name: str, said: Any) -> dict[str, Any]:
-    """Convert an answer to the fields of an :class:`~megatron_fspo.environments.tools.Observation`.
+    """Convert an answer, or the JSON of a tool server, to the fields of an
+    :class:`~megatron_fspo.environments.tools.Observation`.
 
     Raises:
-        TypeError: the answer is not an Observation, text, number or None.
-        ValueError: the reward is not finite.
+        TypeError: the answer is not an Observation, text, a number or None, or a field has another type.
+        ValueError: the reward is not finite, or there is one although the trajectory goes on.
     """
     match said:
-        case Observation() as observed:
-            pass
-        case (str() | None) as text:
-            observed = Observation(text=text)
-        case (int() | float()) as reward:
-            observed = Observation(reward=float(reward))
-        case other:
-            raise TypeError(f"{name} returned a {type(other).__name__}, not text, a number or an Observation")
-    if observed.reward is not None and not math.isfinite(observed.reward):
-        raise ValueError(f"{name} returned the reward {observed.reward}")
+        case Observation():
+            fields = asdict(said)
+        case dict():
+            fields = said
+        case str() | None:
+            fields = {"text": said}
+        case _:
+            fields = {"reward": said}
+    for key, value in fields.items():
+        if not isinstance(value, _TYPES.get(key, ())) or (key == "reward" and isinstance(value, bool)):
+            legal = ", ".join(f"{one} ({getattr(types, '__name__', types)})" for one, types in _TYPES.items())
+            raise TypeError(
+                f"{name} returned {key} = {value!r:.200}; legal are text, a number, null, or {legal}"
+            )
+    observed = Observation(**fields)
+    if observed.reward is not None and (not math.isfinite(observed.reward) or observed.text is not None):
+        raise ValueError(
+            f"{name} returned the reward {observed.reward}: finite, at the end only (without text)"
+        )
+    reward = None if observed.reward is None else float(observed.reward)
     # Lone surrogates have no UTF-8 encoding, and so no tokens.
     text = None if observed.text is None else observed.text[:_LONGEST].encode("utf-8", "replace").decode()
-    return asdict(replace(observed, text=text))
+    return asdict(replace(observed, text=text, reward=reward))

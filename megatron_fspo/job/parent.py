@@ -1,11 +1,16 @@
-"""Ends a process together with its parent, however the parent ends. Standard library only."""
+"""Child processes: an environment without secrets, and an end with their parent. Standard library only."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+from collections.abc import Sequence
 
+_PASSED_ON = frozenset(
+    "PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR PYTHONPATH VIRTUAL_ENV LD_LIBRARY_PATH"
+    " SSL_CERT_FILE OMP_NUM_THREADS".split()
+)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -22,3 +27,13 @@ def end_with_parent(parent: int | None = None) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # it ended before the call
         os._exit(1)
+
+
+def clean_environment(names: Sequence[str] = ()) -> dict[str, str]:
+    """Return the variables of this process that any program needs, and those of ``names``: no others, as a
+    child may run what a model wrote, and keys of servers and services are in variables too."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in _PASSED_ON or name.startswith("LC_") or name in names
+    }

@@ -1,4 +1,4 @@
-"""Building blocks of HTTP clients: an event loop in a thread, an httpx client, and retries."""
+"""Building blocks of HTTP clients: an event loop in a thread, an httpx client, retries, bounded requests."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+LARGEST = 2**20
+"""Maximum bytes of an answer to :func:`post`."""
 # Not the global generator: its numbers must be reproducible in a run.
 _jitter = random.Random()
 
@@ -34,6 +36,52 @@ async def attempted(
         except TryAgain:
             await asyncio.sleep(min(first_wait * 2**number, longest_wait) * _jitter.uniform(0.5, 1.5))
     return await attempt()
+
+
+async def post(
+    http: httpx.AsyncClient, url: str, body: bytes, *, seconds: float, key: str
+) -> tuple[int, bytes]:
+    """Make one attempt to POST ``body``, JSON; return the status and the answer, uncompressed.
+
+    ``seconds`` limits the whole attempt in wall-clock time, however slowly the answer drips; ``key`` is its
+    configuration key.
+
+    Raises:
+        TryAgain: a lost connection, a timeout, 429 or 5xx.
+        ValueError: the answer has more than :data:`LARGEST` bytes; it is not read to its end.
+    """
+    import httpx
+
+    # A small compressed answer may expand without limit.
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+    answer = bytearray()
+    try:
+        async with (
+            asyncio.timeout(seconds),
+            http.stream("POST", url, content=body, headers=headers, timeout=None) as response,
+        ):
+            async for chunk in response.aiter_raw():
+                answer += chunk
+                if len(answer) > LARGEST:
+                    raise ValueError(f"more than {LARGEST} bytes from {url}: {excerpt(answer)}")
+    except TimeoutError:
+        raise TryAgain(f"no answer in {seconds:g} s ({key})") from None
+    except httpx.RequestError as error:
+        raise TryAgain(one_line(f"{type(error).__name__} {error}")) from None
+    if response.status_code >= 500 or response.status_code == 429:
+        raise TryAgain(f"{response.status_code} {excerpt(answer)}")
+    return response.status_code, bytes(answer)
+
+
+def one_line(text: str, limit: int = 300) -> str:
+    """Return the text with white space collapsed, cut after ``limit`` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else f"{line[:limit]}…"
+
+
+def excerpt(content: bytes | bytearray) -> str:
+    """Return the beginning of an answer as one line."""
+    return one_line(content[:2000].decode("utf-8", "replace"), 200) or "(nothing)"
 
 
 def http_client() -> httpx.AsyncClient:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -47,7 +47,13 @@ class Function(Verifier):
     def _called(self, call: Callable[[], object], request: GradeRequest) -> GradeOrFailure:
         value = call()
         if inspect.isawaitable(value):
-            return self._loop.submit(self._awaited(lambda: value, request)).result()
+            work = self._loop.submit(self._awaited(lambda: value, request))
+            try:
+                while not work.done():  # an interrupt is raised between two waits
+                    wait([work], timeout=0.1)
+                return work.result()
+            finally:
+                work.cancel()
         return self._grade_of(value, request)
 
     async def _awaited(self, call: Callable[[], object], request: GradeRequest) -> GradeOrFailure:

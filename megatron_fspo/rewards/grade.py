@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from megatron_fspo.job.remote import one_line
 from megatron_fspo.types import Completion, Prompt
 
 LARGEST = 1e6
@@ -127,12 +128,6 @@ def outcome(one: GradeOrFailure | Future[GradeOrFailure], request: GradeRequest)
         return one.result() if isinstance(one, Future) else one
     except (Exception, SystemExit, CancelledError, Interrupted) as error:  # would be lost otherwise
         return request.raised(error)
-
-
-def one_line(text: str, limit: int = 300) -> str:
-    """Return the text with white space collapsed, cut after ``limit`` characters."""
-    line = " ".join(text.split())
-    return line if len(line) <= limit else f"{line[:limit]}…"
 
 
 def _line_of(error: BaseException) -> str:

@@ -15,13 +15,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from megatron_fspo.job.parent import clean_environment
 from megatron_fspo.job.remote import Loop
 from megatron_fspo.rewards import worker
 from megatron_fspo.rewards.grade import Grade, GradeOrFailure, GradeRequest, Interrupted, Verifier
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from megatron_fspo.config import Reward  # not at run time: it would import torch in workers
 
 T = TypeVar("T")
-_START_SECONDS = 120.0
+START_SECONDS = 120.0
+_KILL_SECONDS = 10.0
 _LARGEST = 2**20  # bytes of an answer
 MOST_TASKS = 5000
 """Maximum tasks of a worker process, since libraries leak some memory."""
@@ -96,8 +98,9 @@ class Threads:
             self._queue.put(None)
 
     def join(self) -> None:
+        """Wait for running calls to end, as they do at once if their worker was killed."""
         for thread in self._threads:
-            thread.join()
+            thread.join(_KILL_SECONDS)
 
     def _work(self) -> None:
         thread = threading.get_ident()
@@ -136,16 +139,24 @@ class KillablePool:
         seconds: limit on the wall-clock time of a call, from when a worker starts it, and on its CPU time.
         memory_gb: limit on a worker's memory beyond that after importing the module.
         tasks: number of calls after which a process is replaced.
+        variables: environment variables that a process gets beside those of :func:`clean_environment`.
 
     Raises:
         RuntimeError: a worker does not start.
     """
 
     def __init__(
-        self, function: str, *, workers: int, seconds: float, memory_gb: float, tasks: int = MOST_TASKS
+        self,
+        function: str,
+        *,
+        workers: int,
+        seconds: float,
+        memory_gb: float,
+        tasks: int = MOST_TASKS,
+        variables: Sequence[str] = (),
     ) -> None:
-        memory_bytes = int(memory_gb * 2**30)
-        self._workers = [_Worker(function, seconds, memory_bytes, tasks) for _ in range(workers)]
+        memory_bytes, env = int(memory_gb * 2**30), clean_environment(variables)
+        self._workers = [_Worker(function, seconds, memory_bytes, tasks, env) for _ in range(workers)]
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         # Worker processes end with the thread that started them, so these threads persist.
         self._threads = Threads(workers)
@@ -172,7 +183,7 @@ class KillablePool:
             one.stop()
 
     def _call(self, task: bytes) -> Any:
-        process = self._idle.get()
+        process = self._idle.get_nowait()  # there are as many threads as workers
         try:
             return process.call(task)
         finally:
@@ -182,7 +193,10 @@ class KillablePool:
 class _Worker:
     """A worker process, restarted if it died. Not thread-safe except for :meth:`end`."""
 
-    def __init__(self, function: str, seconds: float, memory_bytes: int, tasks: int) -> None:
+    def __init__(
+        self, function: str, seconds: float, memory_bytes: int, tasks: int, env: dict[str, str]
+    ) -> None:
+        self._env = env
         self._settings = (os.getpid(), function, seconds, memory_bytes, tasks)
         self._seconds = seconds
         self._lock = threading.Lock()
@@ -209,13 +223,14 @@ class _Worker:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 pass_fds=[theirs.fileno()],
+                env=self._env,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
         self._tasks = 0
         try:
-            self._answer(b"", _START_SECONDS)
+            self._answer(b"", START_SECONDS)
         except BaseException:
             self.stop()
             raise
@@ -242,7 +257,8 @@ class _Worker:
             process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # in a system call that cannot be interrupted
+                process.wait(_KILL_SECONDS)
 
     def end(self) -> None:
         """Kill the process and do not restart it. Thread-safe."""

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import httpx
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.job.remote import Loop, TryAgain, attempted, http_client
-from megatron_fspo.rewards.grade import Failure, Grade, GradeOrFailure, GradeRequest, Verifier, one_line
+from megatron_fspo.job.remote import Loop, TryAgain, attempted, excerpt, http_client, one_line, post
+from megatron_fspo.rewards.grade import Failure, Grade, GradeOrFailure, GradeRequest, Verifier
 
 if TYPE_CHECKING:
     from megatron_fspo.config import Reward
@@ -28,7 +28,6 @@ REQUESTS = 64
 _FIRST_WAIT = 0.5  # seconds before the second attempt; then doubles
 _LONGEST_WAIT = 30.0
 _GRACE_SECONDS = 2.0
-_LARGEST = 2**20  # bytes of a reply
 
 
 class Remote(Verifier):
@@ -69,11 +68,11 @@ class Remote(Verifier):
         except TryAgain as error:
             last = f"attempt {self._attempts} of {self._attempts}"
             return request.failure(f"got no grade from {self._url}: {error} ({last})")
-        said = _said(content)
+        except ValueError as error:
+            return request.failure(f"got {error}")
+        said = excerpt(content)
         if status != 200:
             return request.failure(f"was refused by {self._url} with {status}: {said}")
-        if len(content) > _LARGEST:
-            return request.failure(f"got more than {_LARGEST} bytes from {self._url}: {said}")
         try:
             reply = json.loads(content)
             reward, answer = reply["reward"], reply.get("answer")
@@ -88,27 +87,8 @@ class Remote(Verifier):
         return score if isinstance(score, Failure) else Grade(score=score, answer=answer)
 
     async def _attempt(self, body: bytes) -> tuple[int, bytes]:
-        """Return the status and the reply, which is cut soon after ``_LARGEST`` bytes."""
-        # Uncompressed: a small compressed reply may expand without limit.
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        answer = bytearray()
-        try:
-            async with (
-                self._open,
-                asyncio.timeout(self._seconds),
-                self._http.stream("POST", self._url, content=body, headers=headers, timeout=None) as response,
-            ):
-                async for chunk in response.aiter_raw():
-                    answer += chunk
-                    if len(answer) > _LARGEST:
-                        break
-        except TimeoutError:
-            raise TryAgain(f"no answer in {self._seconds:g} s (reward.seconds)") from None
-        except httpx.RequestError as error:
-            raise TryAgain(one_line(f"{type(error).__name__} {error}")) from None
-        if response.status_code >= 500 or response.status_code == 429:
-            raise TryAgain(f"{response.status_code} {_said(bytes(answer))}")
-        return response.status_code, bytes(answer)
+        async with self._open:
+            return await post(self._http, self._url, body, seconds=self._seconds, key="reward.seconds")
 
 
 def check_url(url: str, key: str = "reward.url") -> None:
@@ -119,7 +99,3 @@ def check_url(url: str, key: str = "reward.url") -> None:
         raise InputError(f"{key} = {url!r}: {error}") from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise InputError(f"{key} = {url!r}: must be http://host:port/path, or https")
-
-
-def _said(content: bytes) -> str:
-    return one_line(content[:2000].decode("utf-8", "replace"), 200) or "(nothing)"

@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron_fspo.job.parent import end_with_parent
 
-_PAGE = resource.getpagesize()
+_PAGE, _OWN = resource.getpagesize(), str(os.getpid())
 _REFUSED = frozenset(
     "os.system os.exec os.fork os.forkpty os.posix_spawn os.startfile os.kill os.killpg subprocess.Popen"
     " pty.spawn socket.connect socket.bind socket.sendto ctypes.dlopen os.remove os.rename os.rmdir os.mkdir"
@@ -98,8 +98,14 @@ def _limit_cpu_time(seconds: float) -> None:
 
 def _refuse(event: str, details: tuple[Any, ...]) -> None:
     """Audit hook: keeps evaluated text from reaching the outside through Python functions."""
-    writes = event == "open" and isinstance(details[2], int) and details[2] & (os.O_WRONLY | os.O_RDWR)
-    if event in _REFUSED or writes:
+    refused = event in _REFUSED
+    if event == "open":
+        path, _, flags = details
+        refused = isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR))
+        if isinstance(path, str | bytes):  # another process may have secrets in its environment
+            where = (*os.path.realpath(os.fsdecode(path)).split("/"), "0")
+            refused |= where[1] == "proc" and where[2].isdecimal() and where[2] != _OWN
+    if refused:
         raise PermissionError(f"{event} in a worker")
 
 

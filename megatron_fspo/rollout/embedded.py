@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import groupby, islice
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from megatron_fspo.rollout.engine import Arrived, Pending, Progress
 from megatron_fspo.rollout.sampling import completes_stop, sample, uniforms
-from megatron_fspo.rollout.trajectory import Trajectory
+from megatron_fspo.rollout.trajectory import Trajectory, silent
 from megatron_fspo.types import Completion, Environment, Prompt, Reply, SamplingParams
 
 
@@ -194,7 +195,12 @@ class EmbeddedEngine:
         """Ask for all replies at once, on one rank of the model copy, and wait for them. Collective."""
         replies: list[Reply] = []
         if self.model.leads:
-            asked = [environment.answer(row.prompt, row.turns, row) for row in rows]
+            asked = {environment.answer(row.prompt, row.turns, row): row.prompt.index for row in rows}
+            left = set(asked)
+            while left:
+                done, left = wait(left, environment.limit_seconds, FIRST_COMPLETED)
+                if not done:
+                    raise silent(environment, asked[left.pop()])
             replies = [one.result() for one in asked]
         sizes = torch.zeros(len(rows), 5, dtype=torch.float64, device=device)
         for i, reply in enumerate(replies):

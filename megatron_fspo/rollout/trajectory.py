@@ -9,7 +9,15 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal
 
-from megatron_fspo.types import Completion, Prompt, Reply, SamplingParams, VersionSpan
+from megatron_fspo.errors import TrainingError
+from megatron_fspo.types import Completion, Environment, Prompt, Reply, SamplingParams, VersionSpan
+
+
+def silent(environment: Environment, index: int) -> TrainingError:
+    """Return the error for an environment that has owed replies for too long, to prompt ``index`` among
+    others."""
+    name, seconds = type(environment).__name__, environment.limit_seconds
+    return TrainingError(f"{name} has sent no reply for {seconds:g} s, to prompt {index} for example")
 
 
 @dataclass(eq=False)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -38,10 +41,54 @@ def refused(messages: list[dict[str, Any]], path: str = "/chat/completions", **m
     return 200
 
 
+def hostile(what: str, talk: list[dict[str, Any]]) -> None:
+    """Ask once, and end in another way than by a reward."""
+    ask(talk)
+    if what == "lengths":  # while another request waits
+        other = threading.Thread(target=ask, args=(talk,), daemon=True)
+        other.start()
+        time.sleep(0.3)
+        statuses = [refused(talk)] + [
+            status_of(length) for length in ("-1", "99999999999999999999", "1e3", "")
+        ]
+        assert statuses == [429, *[400] * 4], statuses
+        with open(os.environ["TMPDIR"] + "/asked", "w"):
+            other.join(20)
+    if what in ("child in the group", "daemon"):
+        env = os.environ if what == "daemon" else {"PATH": os.environ["PATH"]}
+        subprocess.Popen(["sleep", "861.5"], start_new_session=what == "daemon", env=env)
+    if what == "flood":
+        for _ in range(300):
+            sys.stdout.write("x" * 2**20)
+    if what == "keys":
+        keys = ("VLLM_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "ANOTHER")
+        print(1.0 + sum(key in os.environ for key in keys))
+    print({"flood": "\n0.5", "infinite": "1e999", "keys": ""}.get(what, "1.0"), flush=True)
+    if what == "binary":
+        sys.stdout.buffer.write(b"\xff\x00\xfe 0.5 \xff 0.25")
+    if what == "closed":
+        print("no reward", flush=True)
+        os.close(1)
+        time.sleep(0.5)
+        os._exit(0)
+
+
+def status_of(length: str) -> int:
+    """The status of a request that gives this as its length, and has no body."""
+    host, port = os.environ["OPENAI_BASE_URL"].split("/")[2].split(":")
+    head = f"Host: x\r\nAuthorization: Bearer {os.environ['OPENAI_API_KEY']}\r\nContent-Length: {length}"
+    with socket.create_connection((host, int(port)), 5) as connection:
+        connection.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n\r\n".encode())
+        return int(connection.recv(100).split()[1])
+
+
 def main(what: str) -> None:
     """Talk about the task for three turns; ``what`` goes wrong, or is special."""
     task = json.load(sys.stdin)
     talk: list[dict[str, Any]] = [{"role": "user", "content": task["fields"]["question"]}]
+    if what in ("child in the group", "daemon", "keys", "flood", "infinite", "binary", "closed", "lengths"):
+        hostile(what, talk)
+        return
     if what == "silent":
         return
     if what == "other":

@@ -39,6 +39,12 @@ def misbehave(prompt: Prompt, turns: Sequence[str]) -> Any:
             return [1]
         case "nan":
             return float("nan")
+        case "true":
+            return True
+        case "types":
+            return Observation(text="so", failed="yes")  # type: ignore[arg-type]
+        case "reward and text":
+            return Observation(text="so", reward=1.0)
         case "end":
             return None
         case "reward":

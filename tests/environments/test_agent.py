@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,12 @@ class Talk:
         tokenizer: Any = TOKENIZER,
         seconds: float = 20.0,
         command: tuple[str, ...] | None = None,
+        variables: tuple[str, ...] = (),
     ) -> None:
         command = command or (sys.executable, PROGRAM, what)
-        config = Environment(name="agent", command=command, seconds=seconds, inserted_tokens=60)
+        config = Environment(
+            name="agent", command=command, seconds=seconds, inserted_tokens=60, variables=variables
+        )
         self.environment = AgentEnvironment(config, tokenizer, [END])
         self.turns: list[list[int]] = []
         text = tokenizer.apply_chat_template(
@@ -47,6 +51,16 @@ class Talk:
     def say(self, text: str, *, ended: bool = True, trajectory: object = None) -> Reply:
         self.turns.append([*ids(text), *([END] if ended else [])])
         return self.environment.answer(self.prompt, self.turns, trajectory or self).result(60)
+
+
+def running(word: str) -> list[psutil.Process]:
+    """The processes with this word on their command line."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it ends meanwhile
+            if word in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def text_of(reply: Reply) -> str:
@@ -131,7 +145,7 @@ def test_trajectories_of_one_prompt_have_programs_of_their_own_that_end_with_the
     for said, trajectory in (("four", first), ("five", second)):
         talk.turns.clear()
         assert said in text_of(talk.say(said, trajectory=trajectory))
-    programs = [p for p in psutil.Process().children() if PROGRAM in p.cmdline()]
+    programs = running(PROGRAM)
     assert len(programs) >= 2
     del first, second, trajectory
     gc.collect()
@@ -144,3 +158,39 @@ def test_a_model_without_a_chat_template_is_refused() -> None:
     tokenizer.chat_template = None
     with pytest.raises(InputError, match="chat template"):
         AgentEnvironment(Environment(name="agent", command=("true",)), tokenizer, [END])
+
+
+@pytest.mark.parametrize("how", ["child in the group", "daemon"])
+def test_an_agents_children_end_with_it_and_do_not_make_it_fail(how: str) -> None:
+    assert Talk(how).say("four") == Reply(reward=1.0)
+    psutil.wait_procs(running("861.5"), timeout=5)
+    assert not running("861.5")
+
+
+def test_an_agent_has_no_keys_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLLM_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "ANOTHER"):
+        monkeypatch.setenv(name, "secret")
+    assert Talk("keys").say("four") == Reply(reward=1.0)
+    talk = Talk("keys", variables=("ANOTHER",))
+    assert talk.say("four") == Reply(reward=2.0)
+
+
+@pytest.mark.parametrize(
+    ("how", "reward"), [("flood", 0.5), ("infinite", None), ("binary", 0.25), ("closed", None)]
+)
+def test_what_an_agent_prints_is_read_and_not_kept(how: str, reward: float | None) -> None:
+    before = psutil.Process().memory_info().rss
+    assert Talk(how).say("four") == Reply(reward=reward)
+    assert psutil.Process().memory_info().rss - before < 2**26
+
+
+def test_requests_that_are_too_large_or_too_many_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    talk = Talk("lengths")
+    assert talk.say("four").restarts
+    end = time.monotonic() + 20
+    while not (tmp_path / "asked").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert talk.say("five") == Reply(reward=1.0)

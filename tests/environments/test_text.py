@@ -70,6 +70,9 @@ def environment() -> Iterator[TextEnvironment]:
         ("raise", "RuntimeError: no such tool"),
         ("list", "TypeError"),
         ("nan", "ValueError"),
+        ("true", "TypeError"),
+        ("types", "TypeError"),
+        ("reward and text", "ValueError"),
     ],
 )
 def test_a_tool_that_goes_wrong_is_one_failed_reply(
@@ -229,7 +232,13 @@ def test_what_the_calculator_does_not_do(formula: str) -> None:
     [
         ("print(2 ** 10)", "1024\n", False),
         ("x = 1\nprint(x)\nraise ValueError(7)", "1\nValueError: 7\n", True),
-        ("import os\nprint(dict(os.environ))", "{}\n", False),
+        ("import os\nprint('VLLM_API_KEY' in os.environ)", "False\n", False),
+        ("print('the-secret-key' in open('/proc/self/environ').read())", "False\n", False),
+        ("import os\nopen(f'/proc/{os.getppid()}/environ')", "PermissionError: ", True),
+        ("import os\nos.chdir('/proc')", "PermissionError: ", True),
+        ("import os\nos.open('/proc', os.O_RDONLY)", "PermissionError: ", True),
+        ("import sys\np = sys._getframe(1).f_locals['prompt']\nprint(p.answer, p.fields)", " {}\n", False),
+        ("for _ in range(10**4): print('x' * 10**5)", "x" * 400, False),
         ("import socket\nsocket.create_connection(('127.0.0.1', 1))", "PermissionError: ", True),
         ("import subprocess\nsubprocess.run(['ls'])", "PermissionError: ", True),
         ("open('/tmp/x', 'w')", "PermissionError: ", True),
@@ -240,7 +249,7 @@ def test_what_the_calculator_does_not_do(formula: str) -> None:
 )
 def test_python(python: TextEnvironment, program: str, said: str, failed: bool) -> None:
     """Each program has a process of its own: none finds what the one before left."""
-    reply = ask(python, "", ids(f"<python>{program}</python>"))
+    reply = ask(python, "GOLD", ids(f"<python>{program}</python>"))
     assert reply.token_ids is not None
     text = TOKENIZER.decode(reply.token_ids)
     assert text.startswith(f"<output>{said}"), text
@@ -248,5 +257,7 @@ def test_python(python: TextEnvironment, program: str, said: str, failed: bool) 
 
 
 @pytest.fixture(scope="module")
-def python() -> TextEnvironment:
-    return make("python", seconds=20.0)
+def python() -> Iterator[TextEnvironment]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_API_KEY", "the-secret-key")
+        yield make("python", seconds=20.0, inserted_tokens=1000)

@@ -73,6 +73,8 @@ def test_log_probs_are_those_of_transformers(url: str, checkpoints: list[Path], 
 class Inserts:
     """Two tokens after every turn; after the second they begin a row."""
 
+    limit_seconds = 60.0
+
     def answer(self, prompt: Prompt, turns: Sequence[Sequence[int]], trajectory: object) -> Future[Reply]:
         reply: Future[Reply] = Future()
         reply.set_result(Reply(token_ids=(7, len(turns)), restarts=len(turns) == 2))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
 import threading
 import time
+from collections.abc import Awaitable
 from typing import Any
 
 from megatron_fspo.types import Completion, Prompt
@@ -66,11 +66,11 @@ async def raises_awaited(prompt: Prompt, completion: Completion, response: str) 
 
 
 def exits(prompt: Prompt, completion: Completion, response: str) -> float:
-    sys.exit(response)
+    raise SystemExit(response)
 
 
 async def exits_awaited(prompt: Prompt, completion: Completion, response: str) -> float:
-    sys.exit(response)
+    raise SystemExit(response)
 
 
 async def cancels_itself(prompt: Prompt, completion: Completion, response: str) -> float:
@@ -79,3 +79,22 @@ async def cancels_itself(prompt: Prompt, completion: Completion, response: str) 
 
 async def nan_awaited(prompt: Prompt, completion: Completion, response: str) -> float:
     return math.nan
+
+
+WAITING: list[str] = []
+"""What became of calls of ``waits``."""
+
+
+def waits(prompt: Prompt, completion: Completion, response: str) -> Awaitable[float]:
+    """A plain function that gives something to wait for, which does not come."""
+
+    async def wait() -> float:
+        WAITING.append("called")
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            WAITING.append("cancelled")
+            raise
+        return 1.0
+
+    return wait()

@@ -129,6 +129,20 @@ def test_what_a_reward_does_wrong_is_a_failure(name: str, problem: str) -> None:
         assert failed(ask(grader, "x")).problem == f"with 'own_rewards:{name}': {failure.problem}"
 
 
+def test_an_interrupted_wait_is_cancelled() -> None:
+    with make(name="own_rewards:waits") as grader:
+        waiting = ask(grader, "x")
+        end = time.monotonic() + 10
+        while "called" not in own_rewards.WAITING and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        grader.interrupt(0.1)
+        assert failed(waiting).interrupted
+        while "cancelled" not in own_rewards.WAITING and time.monotonic() < end:
+            time.sleep(0.01)
+        assert own_rewards.WAITING == ["called", "cancelled"]
+
+
 @pytest.mark.parametrize("name", ["sleeps", "sleeps_awaited"])
 def test_a_reward_that_sleeps_costs_no_more_than_its_longest(name: str) -> None:
     """1,024 responses, 2 s each. What is added here is the work of one core on a busy machine."""

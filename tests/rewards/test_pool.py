@@ -167,7 +167,7 @@ def test_a_worker_that_does_not_come_up_is_told(monkeypatch: pytest.MonkeyPatch)
     before = workers()
     with pytest.raises(RuntimeError, match=r"do not start: .*No module named .no_such_module"):
         KillablePool("no_such_module:do", workers=2, seconds=1.0, memory_gb=0.25)
-    monkeypatch.setattr("megatron_fspo.rewards.pool._START_SECONDS", 0.001)
+    monkeypatch.setattr("megatron_fspo.rewards.pool.START_SECONDS", 0.001)
     with pytest.raises(RuntimeError, match="worker processes do not start: TimeoutError"):
         make()
     assert workers() == before

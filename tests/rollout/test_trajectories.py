@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -13,6 +15,7 @@ import pytest
 import torch
 from test_embedded import PARAMS, PROMPTS, STOP, Markov
 
+from megatron_fspo.errors import TrainingError
 from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
 from megatron_fspo.rollout.client.server import Server, ServerLost
 from megatron_fspo.rollout.embedded import EmbeddedEngine
@@ -27,6 +30,7 @@ class Echo:
     one token the trajectory begins anew with what it says, for the prompts of ``forgotten``."""
 
     forgotten: tuple[int, ...] = ()
+    limit_seconds: float = 20.0
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, list[list[int]]]] = []
@@ -224,6 +228,33 @@ def test_servers_take_turns_and_only_a_lost_turn_is_asked_again(
     seeds = [seed for *_, seed, _ in sent]
     assert len(seeds) - len(set(seeds)) == len(lost_at)
     assert len({turn_seed(5, turn) for turn in range(100)}) == 100 and turn_seed(5, 0) == 5
+
+
+class Silent(Echo):
+    """Answers the first turns, slowly, and no more."""
+
+    limit_seconds = 0.5
+
+    def answer(self, prompt: Prompt, turns: Sequence[Sequence[int]], trajectory: object) -> Future[Reply]:
+        self.asked.append((prompt.index, []))
+        result: Future[Reply] = Future()
+        if len(self.asked) <= 4:
+            threading.Timer(0.3 * len(self.asked), result.set_result, [Reply()]).start()
+        return result
+
+
+@pytest.mark.parametrize("embedded", [True, False])
+def test_an_environment_that_is_silent_for_too_long_ends_the_run(embedded: bool) -> None:
+    params = replace(PARAMS, n=30, max_tokens=20, environment=Silent(), turns=3)
+
+    async def run() -> list[Completion]:
+        pool = Pool([Chain("a", ())], max_in_flight_per_server=40, vocab_size=6)
+        return await pool.generate([CompletionRequest.of(PROMPTS[0], params, i) for i in range(30)])
+
+    began = time.monotonic()
+    with pytest.raises(TrainingError, match=r"Silent has sent no reply for 0.5 s, to prompt \d"):
+        EmbeddedEngine(Markov(), max_batch=100).submit(PROMPTS, params)() if embedded else asyncio.run(run())
+    assert 1.6 < time.monotonic() - began < 10, "replies that come late are waited for while any comes"
 
 
 def test_versions_count_what_the_policy_wrote() -> None:

@@ -73,7 +73,7 @@ def _process(folder: Path, blackwell: bool, paths: Sequence[Path]) -> Iterator[s
             yield process
         finally:
             process.kill()
-            process.communicate()
+            process.communicate(timeout=30)
 
 
 def _compile(library: Path) -> None:
@@ -91,7 +91,8 @@ def _compile(library: Path) -> None:
         raise InputError("--trace needs CUDA's driver_types.h, which comes with triton: pip install triton")
     source = Path(__file__).with_name("cuda.c")
     flags = ["-w", "-O1", "-fPIC", "-shared", f"-I{header}", "-Wl,-soname,libcuda.so.1"]
-    done = subprocess.run([compiler, *flags, "-o", str(library), str(source)], capture_output=True, text=True)
+    command = [compiler, *flags, "-o", str(library), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise InputError(f"--trace: {compiler} does not compile {source}: {done.stderr.splitlines()[0]}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from heapq import heappop, heappush
@@ -14,8 +15,8 @@ from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.rollout.client.server import Server, ServerLost
 from megatron_fspo.rollout.engine import Arrived
 from megatron_fspo.rollout.sampling import stream_seed, turn_seed
-from megatron_fspo.rollout.trajectory import Trajectory
-from megatron_fspo.types import Completion, Prompt, SamplingParams
+from megatron_fspo.rollout.trajectory import Trajectory, silent
+from megatron_fspo.types import Completion, Prompt, Reply, SamplingParams
 
 Find = Callable[[], Sequence[Server]]
 """Returns the current servers, always the same object for a server. Called in a separate thread."""
@@ -112,6 +113,7 @@ class Pool:
         self._slots = [_Slot(server) for server in servers]
         self._search: asyncio.Task[None] | None = None  # runs while there is work, with ``find``
         self._turns = count()
+        self._replied = 0.0  # when the environment's last reply arrived
         # Heap of requests that wait for a server: place in the queue, future, preferred servers.
         self._queue: list[tuple[int, asyncio.Future[_Slot], Sequence[_Slot]]] = []
         self._batches: set[asyncio.Future[None]] = set()  # one per call of generate(); an error ends the call
@@ -212,13 +214,25 @@ class Pool:
                 continue
             losses = 0
             if trajectory.add(turn):
-                assert request.params.environment is not None
-                reply = request.params.environment.answer(request.prompt, trajectory.turns, trajectory)
-                trajectory.take(await asyncio.wrap_future(reply))
+                trajectory.take(await self._reply(request, trajectory))
         completion = trajectory.completion()
         if arrived is not None:
             arrived(position, completion)
         return completion
+
+    async def _reply(self, request: CompletionRequest, trajectory: Trajectory) -> Reply:
+        """Wait for the environment, unless none of its replies has arrived for too long."""
+        environment = request.params.environment
+        assert environment is not None
+        reply = asyncio.wrap_future(environment.answer(request.prompt, trajectory.turns, trajectory))
+        try:
+            while not (await asyncio.wait([reply], timeout=environment.limit_seconds))[0]:
+                if time.monotonic() - self._replied > environment.limit_seconds:
+                    raise silent(environment, request.prompt.index)
+            self._replied = time.monotonic()
+            return reply.result()
+        finally:
+            reply.cancel()
 
     async def _ask(
         self, place: int, request: CompletionRequest, oldest_version: int, near: list[_Slot]

@@ -131,9 +131,16 @@ def find_vllm(program: str | None) -> Installation:
     python = vllm.parent / "python"  # not resolved: a symlink may lead out of the virtual environment
     if not python.exists():
         raise InputError(f"vLLM: there is no python beside {vllm}: set the path in vLLM's environment")
-    probe = subprocess.run(
-        [python, "-c", _PROBE], capture_output=True, text=True, env=environment(on_cpu=False)
-    )
+    try:
+        probe = subprocess.run(
+            [python, "-c", _PROBE],
+            capture_output=True,
+            text=True,
+            env=environment(on_cpu=False),
+            timeout=120,
+        )
+    except subprocess.TimeoutExpired:
+        raise InputError(f"vLLM: {python} did not answer within 120 s") from None
     if probe.returncode != 0:
         reason = (probe.stderr.strip() or "no reason given").splitlines()[-1]
         raise InputError(f"vLLM: {python} has no package vllm: {reason}")

@@ -125,7 +125,8 @@ class ServerProcess:
                 while time.monotonic() < end:
                     os.killpg(process.pid, signal.SIGKILL)
                     time.sleep(0.02)
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(1)
 
     def log_end(self) -> str:
         """Return the log file's name and its last lines since this start."""

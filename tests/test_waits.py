@@ -1,0 +1,131 @@
+"""No wait without a limit: every call in the package that may block names its limit, or stands in the table
+with the reason why it cannot last."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+
+from launch import REPO
+
+BLOCKING = {"result", "wait", "join", "get", "acquire", "communicate", "recv", "accept", "exception", "run"}
+BLOCKING |= {
+    "check_call",
+    "check_output",
+    "call",
+    "wrap_future",
+    "urlopen",
+    "create_connection",
+    "as_completed",
+}
+LIMITS = {"timeout", "seconds", "timeout_seconds", "limit"}
+
+ALLOWED = {
+    (
+        "cli/verify_checkpoint.py",
+        "_megatron_scores",
+        "subprocess.run",
+    ): "a job, which has the limits of [parallel]",
+    ("environments/text.py", "settle", "work.result"): "a callback of it",
+    (
+        "job/remote.py",
+        "run",
+        "result.result",
+    ): "every coroutine that is run has its own limits; Ctrl-C ends it",
+    (
+        "lab/sweep/processes.py",
+        "_run",
+        "process.wait",
+    ): "a run lasts as long as it lasts; Ctrl-C ends a sweep",
+    ("lab/sweep/processes.py", "make", "as_completed"): "the same",
+    ("lab/sweep/processes.py", "make", "future.result"): "it is done",
+    (
+        "lab/sweep/processes.py",
+        "make",
+        "process.wait",
+    ): "a run saves what it has; a second Ctrl-C ends the wait",
+    ("mcore/decode.py", "_step", "dist.recv"): "a collective has its own limit",
+    ("rewards/functions.py", "_called", "work.result"): "it is done",
+    ("rewards/grade.py", "outcome", "one.result"): "it is done",
+    ("rewards/pool.py", "__init__", "start.result"): "START_SECONDS",
+    ("rewards/pool.py", "_answer", "self._socket.recv"): "the socket has a limit",
+    ("rewards/pool.py", "_work", "self._queue.get"): "a daemon that waits for work",
+    ("rewards/pool.py", "close", "self._threads.join"): "see Threads.join",
+    ("rewards/pool.py", "settle", "work.result"): "a callback of it",
+    ("rollout/client/engine.py", "_collect", "work.result"): "it is done",
+    ("rollout/client/pool.py", "_ask", "asyncio.wait"): "request_seconds; the second: it is cancelled",
+    ("rollout/client/pool.py", "_ask", "sampling.result"): "it is done",
+    ("rollout/client/pool.py", "_reply", "asyncio.wrap_future"): "awaited with the environment's limit",
+    ("rollout/client/pool.py", "_reply", "reply.result"): "it is done",
+    ("rollout/client/pool.py", "_wait_for_slot", "granted.result"): "it is done",
+    ("rollout/client/pool.py", "generate", "answers.result"): "it is done",
+    (
+        "rollout/client/pool.py",
+        "generate",
+        "asyncio.wait",
+    ): "recovery_seconds, and the limits of every request",
+    ("rollout/client/pool.py", "generate", "trouble.result"): "it is done",
+    ("rollout/embedded.py", "_replies", "one.result"): "it is done",
+    ("rollout/server/supervise.py", "supervise_all", "server.exception"): "it is done",
+    (
+        "rollout/server/supervise.py",
+        "supervise_all",
+        "wait",
+    ): "servers run until a signal; then they are killed",
+    ("trainer/sampling.py", "_awaited", "one.result"): "it is done",
+    ("trainer/sampling.py", "_awaited", "pending[number].result"): "it is done",
+}
+
+
+def waits(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """(function, call) of every call that may wait without a limit."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inner = {id(node): function.name for function in functions for node in ast.walk(function)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and is_wait(node):
+            yield inner.get(id(node), "<module>"), ast.unparse(node.func)
+
+
+def is_wait(call: ast.Call) -> bool:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    limited = any(keyword.arg in LIMITS for keyword in call.keywords)
+    if name not in BLOCKING or limited:
+        return False
+    owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+    if name in ("result", "exception", "accept", "communicate"):
+        return not call.args
+    if name == "join":
+        return not call.args  # str.join and os.path.join have arguments
+    if name == "get":
+        return not call.args or owner in ("asyncio",)  # dict.get has an argument
+    if name == "acquire":
+        return not any(
+            isinstance(word, ast.Constant) for word in (*call.args, *(k.value for k in call.keywords))
+        )
+    if name == "wait":
+        return len(call.args) < (2 if owner in ("", "asyncio", "futures") else 1)
+    if name in ("run", "call", "check_call", "check_output"):
+        return owner == "subprocess"
+    return True
+
+
+def test_waits_have_limits() -> None:
+    found = Counter(
+        (str(path.relative_to(REPO / "megatron_fspo")), *wait)
+        for path in sorted((REPO / "megatron_fspo").rglob("*.py"))
+        for wait in waits(ast.parse(path.read_text(encoding="utf-8")))
+    )
+    assert {place: count for place, count in found.items() if place not in ALLOWED} == {}
+    assert {place for place in ALLOWED if place not in found} == set(), "these wait no more: remove them"
+
+
+def test_what_counts_as_a_wait() -> None:
+    unlimited = "f.result(); q.get(); t.join(); p.wait(); p.communicate(); lock.acquire(); subprocess.run(x)"
+    unlimited += "; wait(fs); asyncio.wait(fs); asyncio.wrap_future(f); e.wait(); s.accept(); urlopen(x)"
+    assert len(list(waits(ast.parse(unlimited)))) == 13
+    limited = (
+        "f.result(5); f.result(timeout=s); q.get(timeout=1); t.join(2); p.wait(3); d.get(k); ','.join(x)"
+    )
+    limited += "; lock.acquire(blocking=False); subprocess.run(x, timeout=2); wait(fs, 3); q.get_nowait()"
+    assert list(waits(ast.parse(limited))) == []
