@@ -262,6 +262,35 @@ MUTANTS = {
     "a job at a public address": Mutant(
         "if ip_address(ip).is_global and", "if not ip and", "test_wrong_inputs.py environment",
     ),
+    "adapters of PEFT: any scale": Mutant(
+        "or not math.isclose(scale, adapters.scale):", "or False:", "test_peft_folder.py",
+    ),
+    "adapters of PEFT: any shape": Mutant(
+        "if tuple(tensor.shape) != shapes[name] or", "if", "test_peft_folder.py",
+    ),
+    "adapters of PEFT: any number": Mutant(
+        'check_finite(tensor, f"{folder}: {name}")', "pass", "test_peft_folder.py",
+    ),
+    "adapters of PEFT: any key": Mutant("if not plain:", "if False:", "test_peft_folder.py"),
+    "adapters: one beginning for every seed": Mutant(
+        'f"{seed} {name}".encode()', "name.encode()", "test_lora.py",
+    ),
+    "adapters: a beginning that is too wide": Mutant(
+        "generator=generator) / math.sqrt(shape[1])", "generator=generator) / math.sqrt(shape[0])",
+        "test_lora.py",
+    ),
+    "adapters: o and down without the scale": Mutant(
+        "return product + _adapters(arch).scale * _product", "return product + _product", "test_lora.py",
+    ),
+    "adapters: q, k, v without the scale": Mutant(
+        "return product + adapters.scale * _in_order", "return product + _in_order", "test_lora.py",
+    ),
+    "adapters: merged without the scale": Mutant(
+        "return _adapters(arch).scale * whole.t()", "return whole.t()", "test_lora.py",
+    ),
+    "a checkpoint of another function": Mutant(
+        "if stored.get(name) != ours.get(name):", "if False:", "test_function.py",
+    ),
     "an entry is unpickled freely": Mutant(
         'torch.load(entry, map_location="cpu", weights_only=True)',
         'torch.load(entry, map_location="cpu", weights_only=False)', "test_megatron_damage.py",

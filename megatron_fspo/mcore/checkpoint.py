@@ -68,6 +68,7 @@ _STATE = "trainer.json"
 _WEIGHTS = "torch_dist"
 _BOX_BYTES = 16 * 2**20
 _POLL_SECONDS = 0.1
+_OPTIMIZER = "optimizer.state."
 _MAIN = "fp32_param"
 """The plain optimizer's name in Megatron for the fp32 copy of the weights."""
 
@@ -79,7 +80,8 @@ class Saving:
         self._folder = folder
         self._partial = _partial(folder)
         self._device = policy.backend.device
-        self._state = json.dumps({**state, "optimizer_steps": policy.optimizer_steps}, indent=1)
+        own = {"optimizer_steps": policy.optimizer_steps, "function": policy.arch.function()}
+        self._state = json.dumps({**state, **own}, indent=1)
         entries = _entries(list(parameter_states(policy)))
         self._entries = _taken(deque(entry.copy() for entry in entries)) if snapshot else entries
         self._extra_states = list(extra_states(policy))
@@ -177,7 +179,10 @@ def load_checkpoint(policy: Policy, folder: Path) -> dict[str, Any]:
     """
     _alike(lambda: _check_files(folder))
     state = _alike(lambda: _read_state(folder))
-    _alike(lambda: _read_parameters(policy, ChunkReader(folder / _WEIGHTS), state["optimizer_steps"]))
+    _check_function(folder, state["function"], policy.arch.function())
+    reader = _alike(lambda: ChunkReader(folder / _WEIGHTS))
+    _check_complete(reader, policy)
+    _alike(lambda: _read_parameters(policy, reader, state["optimizer_steps"]))
     policy.restore_schedule(state["optimizer_steps"])
     return state
 
@@ -216,10 +221,30 @@ def _check_files(folder: Path) -> None:
 def _read_state(folder: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads((folder / _STATE).read_text(encoding="utf-8"))
-        state["optimizer_steps"]
+        state["optimizer_steps"], state["function"]
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{folder / _STATE}: not a checkpoint of this trainer: {error}") from error
     return state
+
+
+def _check_function(folder: Path, stored: dict[str, Any], ours: dict[str, Any]) -> None:
+    for name in sorted(stored.keys() | ours.keys()):
+        if stored.get(name) != ours.get(name):
+            raise InputError(
+                f"{folder}: its weights are for {name} = {stored.get(name)}; the run has {ours.get(name)}: "
+                "resume with the model.checkpoint and the [lora] of the run's config.toml"
+            )
+
+
+def _check_complete(reader: ChunkReader, policy: Policy) -> None:
+    """Raise ``InputError`` on every rank if no rank takes a tensor of the checkpoint. Collective."""
+    ours = {block.key for state in parameter_states(policy) for block in state.blocks}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, ours)
+    if left := sorted(
+        key for key in reader.tensors.keys() - set().union(*every) if not key.startswith(_OPTIMIZER)
+    ):
+        raise InputError(f"{reader.folder} has {len(left)} tensors that the model lacks, such as {left[0]}")
 
 
 @dataclass(frozen=True)
@@ -267,7 +292,7 @@ def _tensors(state: ParameterState, key: str, first: int, end: int) -> Iterator[
 
 
 def _state_key(what: str, key: str) -> str:
-    return f"optimizer.state.{what}.{key}"
+    return f"{_OPTIMIZER}{what}.{key}"
 
 
 def _taken(entries: deque[_Entry]) -> Iterator[_Entry]:

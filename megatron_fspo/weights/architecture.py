@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 BACKWARD = 2
 """Cost of a backward pass in forward passes: one product for the inputs' gradient, one for the weights'."""
+_LARGEST = 1e12
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -81,6 +82,17 @@ class Architecture:
     fp8_block: tuple[int, int] | None = field(default=None, compare=False)
     """Rows and columns of a weight that share one scale in an FP8 checkpoint; None for other checkpoints."""
 
+    def function(self) -> dict[str, Any]:
+        """Return what the weights mean, by name, as JSON types: every field and those of parts, without the
+        format of the files and the longest sequence."""
+        flat: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if name not in ("dtype", "fp8_block", "max_position_embeddings"):
+                inner = vars(value) if is_dataclass(value) else {"": value}
+                flat |= {f"{name}.{key}".rstrip("."): one for key, one in inner.items()}
+        result: dict[str, Any] = json.loads(json.dumps(flat))
+        return result
+
     @property
     def lora_rank(self) -> int:
         """Rank of the adapters; 0 without adapters."""
@@ -122,7 +134,7 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
     _refuse_unsupported(config)
     arch = Architecture(
         model_type=model_type,
-        num_layers=config.size("num_hidden_layers"),
+        num_layers=config.size("num_hidden_layers", most=10_000),
         hidden_size=config.size("hidden_size"),
         num_heads=config.size("num_attention_heads"),
         num_kv_heads=config.size("num_key_value_heads"),
@@ -130,7 +142,7 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
         ffn_size=config.size("intermediate_size"),
         vocab_size=config.size("vocab_size"),
         tied=config.required("tie_word_embeddings", bool),
-        rms_norm_eps=float(config.required("rms_norm_eps", float, int)),
+        rms_norm_eps=config.positive("rms_norm_eps", config.optional("rms_norm_eps")),
         rope_theta=_rope_theta(config),
         rope_factor=_rope_factor(config),
         experts=_experts(config) if model_type in ("qwen3_moe", "mixtral") else None,
@@ -220,7 +232,7 @@ class _Config:
             raise InputError(f"{path} is missing; a Hugging Face checkpoint folder must have it")
         try:
             values = json.loads(path.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{path} is not JSON: {error}") from error
         if not isinstance(values, dict):
             raise InputError(f"{path} must be a JSON object")
@@ -241,11 +253,17 @@ class _Config:
             raise self.error(key, f"is {value!r}; it must be {' or '.join(t.__name__ for t in types)}")
         return value
 
-    def size(self, key: str) -> int:
+    def size(self, key: str, most: int = 2**24) -> int:
         value: int = self.required(key, int)
-        if value < 1:
-            raise self.error(key, f"is {value}; it must be at least 1")
+        if not 1 <= value <= most:
+            raise self.error(key, f"is {value!r:.50}; it must be from 1 to {most}")
         return value
+
+    def positive(self, key: str, value: Any) -> float:
+        """Return ``value``, which a key has, as a finite number above 0."""
+        if type(value) not in (int, float) or not 0 < value <= _LARGEST:
+            raise self.error(key, f"is {value!r:.50}; it must be a number above 0, at most {_LARGEST:g}")
+        return float(value)
 
 
 def _refuse_unsupported(config: _Config) -> None:
@@ -258,9 +276,10 @@ def _refuse_unsupported(config: _Config) -> None:
             raise config.error(key, f"is true; only {legal} supported")
     if config.required("hidden_act", str) != "silu":
         raise config.error("hidden_act", f"is {config.values['hidden_act']!r}; only 'silu' is supported")
-    sliding = [kind for kind in config.optional("layer_types") or [] if kind != "full_attention"]
-    if sliding:
-        raise config.error("layer_types", f"has {sliding[0]!r}; only 'full_attention' is supported")
+    kinds = config.optional("layer_types") or []
+    other = [kind for kind in kinds if kind != "full_attention"] if isinstance(kinds, list) else [kinds]
+    if other:
+        raise config.error("layer_types", f"has {other[0]!r:.50}; only 'full_attention' is supported")
 
 
 def _head_dim(config: _Config) -> int:
@@ -294,16 +313,14 @@ def _experts(config: _Config) -> Experts:
 def _rope_theta(config: _Config) -> float:
     """Read theta from ``rope_parameters`` (transformers 5), ``rope_theta`` or ``rope_scaling`` (4)."""
     thetas = [config.optional("rope_theta"), *(rope.get("rope_theta") for _, rope in _ropes(config))]
-    given = [theta for theta in thetas if theta is not None]
+    given = [config.positive("rope_theta", theta) for theta in thetas if theta is not None]
     if not given:
         raise config.error("rope_theta", "is missing at the top level and in rope_parameters")
     if len(set(given)) > 1:
         raise config.error("rope_theta", f"is {given[0]!r}, but rope_parameters has {given[1]!r}")
-    if type(given[0]) not in (int, float) or given[0] <= 0:
-        raise config.error("rope_theta", f"is {given[0]!r}; it must be a positive number")
     if given[0] != int(given[0]):
         raise config.error("rope_theta", f"is {given[0]!r}; Megatron supports whole numbers only")
-    return float(given[0])
+    return given[0]
 
 
 def _ropes(config: _Config) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -325,9 +342,7 @@ def _rope_factor(config: _Config) -> float | None:
             for name, value in _LLAMA3_ROPE.items():
                 if rope.get(name) != value:
                     raise config.error(key, f"has {name} {rope.get(name)!r}; only {value} is supported")
-            if type(rope.get("factor")) not in (int, float) or rope["factor"] < 1:
-                raise config.error(key, f"has factor {rope.get('factor')!r}; it must be at least 1")
-            factors.add(float(rope["factor"]))
+            factors.add(config.positive(f"{key}.factor", rope.get("factor")))
         elif kind != "default":
             raise config.error(key, f"has rope_type {kind!r}; only 'default' and 'llama3' are supported")
     if len(factors) > 1:

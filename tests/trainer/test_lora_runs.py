@@ -78,6 +78,17 @@ def test_a_resumed_run_ends_as_the_one_in_one_go(made: Path, nproc: int) -> None
     assert [row["step"] for row in rows(made, name)] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [(["--lora.alpha", "64"], "adapters.scale"), (["--lora.targets", '["q", "v"]'], "adapters.targets")],
+)
+def test_a_resume_with_other_adapters_is_refused(made: Path, keys: list[str], name: str) -> None:
+    before = sorted(path.name for path in (made / "whole/checkpoints").iterdir())
+    done = run(made, "whole", *WORDS, *ONE, "--run.steps", "5", *keys, "--resume", "auto", nproc=1)
+    assert done.returncode == 2 and f"its weights are for {name} = " in done.stderr
+    assert sorted(path.name for path in (made / "whole/checkpoints").iterdir()) == before
+
+
 def test_merging_into_bfloat16_is_said_to_lose_some(made: Path) -> None:
     """As much as the files show: of an update of 1e-4 much less than one of bfloat16's steps is left."""
     words = [*WORDS, *ONE, "--model.dtype", "bfloat16", "--optimizer.lr", "1e-5"]

@@ -1,0 +1,57 @@
+"""What makes weights a function: a checkpoint is refused if any of it differs."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from launch import REPO
+from megatron_fspo.config.sections import LoRA
+from megatron_fspo.errors import InputError
+from megatron_fspo.mcore.checkpoint import _check_function
+from megatron_fspo.weights import Adapters, Architecture, read_architecture
+from megatron_fspo.weights.architecture import Experts
+
+WHOLE = replace(
+    read_architecture(REPO / "examples/make_sum/checkpoint"),
+    rope_factor=8.0,
+    experts=Experts(count=4, per_token=2, ffn_size=8, normalize_top_k=True),
+    adapters=Adapters(rank=4, scale=2.0, targets=("q", "v")),
+)
+WITHOUT_EFFECT = {"dtype": torch.float16, "fp8_block": (128, 128), "max_position_embeddings": 7}
+
+
+def other(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, tuple):
+        return value[:1]
+    return value + 1 if isinstance(value, int | float) else f"{value}x"
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Architecture)])
+def test_every_field_counts_but_three(name: str) -> None:
+    if name in WITHOUT_EFFECT:
+        assert replace(WHOLE, **{name: WITHOUT_EFFECT[name]}).function() == WHOLE.function()
+        return
+    value = getattr(WHOLE, name)
+    changes = [None] if value is None or name in ("experts", "adapters", "rope_factor") else []
+    if name in ("experts", "adapters"):
+        changes += [replace(value, **{one.name: other(getattr(value, one.name))}) for one in fields(value)]
+    else:
+        changes.append(other(value))
+    for change in changes:
+        changed = replace(WHOLE, **{name: change}).function()
+        assert changed != WHOLE.function()
+        with pytest.raises(InputError, match=f"for {name}"):
+            _check_function(REPO, WHOLE.function(), changed)
+    _check_function(REPO, WHOLE.function(), replace(WHOLE).function())
+
+
+def test_the_keys_of_adapters_are_fields_of_theirs() -> None:
+    """A new key of [lora] is thought about here: does it change what loaded factors mean?"""
+    assert {*LoRA.model_fields} == {"rank", "alpha", "rslora", "targets", "start"}
+    assert {field.name for field in fields(Adapters)} == {"rank", "scale", "targets"}
