@@ -232,6 +232,9 @@ MUTANTS = {
     "the lock of another process with our number": Mutant(
         "return _started(self.process) == self.started", "return True", "test_lock.py",
     ),
+    "two take over a lock, one after the other": Mutant(
+        "if _claim(path, read_owner(path.parent)) != first:", "if False:", "test_lock.py three",
+    ),
     "pass@k: of the right ones": Mutant(
         "math.comb(n - right, k)", "math.comb(right, k)", "test_estimators.py",
     ),

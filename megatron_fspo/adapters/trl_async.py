@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-from megatron_fspo.adapters.sequence_loss import mean_loss, metrics
+from megatron_fspo.adapters.sequence_loss import mean_loss, metrics, the_advantage
 from megatron_fspo.adapters.trl import Limits, WithFSPO
 
 _OTHERS = {
@@ -67,19 +67,26 @@ class AsyncFSPOTrainer(WithFSPO, AsyncGRPOTrainer):
             return outputs[-1]
 
         # For its accounting. Its loss is discarded, and so are the clip rates of that loss.
-        super().compute_loss(watched, inputs)
+        selected, accounted = inputs["token_index"] >= 0, inputs
+        if not bool(selected.any()):  # it needs a token
+            first = {key: inputs[key].clone() for key in ("token_index", "segment_id")}
+            for one in first.values():
+                one.view(-1)[0] = 0
+            accounted = inputs | first
+        super().compute_loss(watched, accounted)
         for name in [name for name in self._metrics["train"] if name.startswith("clip_ratio/")]:
             del self._metrics["train"][name]
 
-        selected = inputs["token_index"] >= 0
         log_probs = outputs[0].log_probs.flatten()[inputs["token_index"][selected]]
         segment = inputs["segment_id"][selected]
-        n = int(segment.max()) + 1
+        n = int(segment.max()) + 1 if len(segment) else 1  # no trained token: an empty sample
         difference = log_probs.float() - inputs["old_log_probs"][selected].float()
         log_ratio_sum = difference.new_zeros(n).index_add(0, segment, difference)
         lengths = difference.new_zeros(n).index_add(0, segment, torch.ones_like(difference))
-        advantages = difference.new_zeros(n)
-        advantages[segment] = inputs["advantages"][selected].float()
+        given = inputs["advantages"][selected].float()
+        lowest = given.new_full((n,), torch.inf).scatter_reduce(0, segment, given, "amin")
+        highest = given.new_full((n,), -torch.inf).scatter_reduce(0, segment, given, "amax")
+        advantages = the_advantage(lowest, highest, lengths > 0)
         # Metrics over all processes, whose rows differ in number of samples.
         columns = torch.stack([log_ratio_sum.detach(), lengths, advantages], dim=1)
         rows = self.accelerator.gather(self.accelerator.pad_across_processes(columns))

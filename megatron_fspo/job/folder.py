@@ -82,7 +82,7 @@ def checkpoints_to_resume(config: Config, resume: Resume, *, mine: Owner | None 
     check_not_held(folder, mine)
     if resume == "no":
         try:
-            there = {path.name for path in folder.iterdir()} - {LOCK}
+            there = any(not path.name.startswith(LOCK) for path in folder.iterdir())
         except FileNotFoundError:
             return []
         except OSError as error:

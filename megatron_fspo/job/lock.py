@@ -90,7 +90,7 @@ class FolderThread:
         self._thread = threading.Thread(target=self._main, args=(first,), name="run folder", daemon=True)
         self._thread.start()
 
-    def close(self, seconds: float | None = None) -> bool:
+    def close(self, seconds: float = REFRESH_SECONDS) -> bool:
         """Stop, wait at most ``seconds`` for the running function, and return whether the thread ended."""
         self._closed.set()
         self._thread.join(seconds)
@@ -145,19 +145,36 @@ class FolderLock:
         """Release the lock. Folders that were created for it and are still empty are removed."""
         self.thread.close()
         with suppress(OSError):
-            if read_owner(self._path.parent) == self.owner:
+            claim = _claim(self._path, self.owner)
+            if read_owner(self._path.parent) == self.owner and _make(claim, self.owner):
                 self._path.unlink()
+                claim.unlink()
         self._remove_made()
 
     def _take(self, pause: Callable[[], object], say: Callable[[str], object]) -> None:
-        while not _make(self._path, self.owner):
+        path = self._path
+        while not _make(path, self.owner):
             try:
-                before = read_owner(self._path.parent)
+                before = gone = read_owner(path.parent)
+                at, first = path, _claim(path, before)
+                claim = first
+                _wait_until_gone(at, gone, pause, say)
+                while not _make(claim, self.owner):  # another takes over, unless it is gone itself
+                    at, gone = claim, read_owner(path.parent, claim.name)
+                    claim = _claim(at, gone)
+                    _wait_until_gone(at, gone, pause, say)
+                if _claim(path, read_owner(path.parent)) != first:  # another has taken over
+                    claim.unlink()
+                    continue
             except FileNotFoundError:  # just released
                 continue
-            _wait_until_gone(self._path, before, pause, say)
-            if _set_aside(self._path, before):
-                say(f"{self._path}: took over the lock of {_named(before)}, which is gone")
+            mine = path.with_name(f"{LOCK}.{self.owner.nonce}")
+            _make(mine, self.owner)
+            mine.replace(path)
+            if not _claim(path, self.owner).exists():
+                first.unlink()  # a claim on one who took over stays, as that one may only be slow
+                say(f"{path}: took over the lock of {_named(before)}, which is gone")
+                return
 
     def _refresh(self) -> None:
         if self._problem is not None:
@@ -234,18 +251,10 @@ def _wait_until_gone(
             raise _held(path, owner)
 
 
-def _set_aside(path: Path, owner: Owner | None) -> bool:
-    """Remove the lock of an owner that is gone; return False if another process was faster."""
-    aside = path.with_name(f"{LOCK}.{secrets.token_hex(4)}")
-    try:
-        path.rename(aside)
-    except FileNotFoundError:
-        return False
-    if read_owner(aside.parent, aside.name) != owner:  # the new lock of the faster process
-        aside.rename(path)
-        return False
-    aside.unlink()
-    return True
+def _claim(path: Path, owner: Owner | None) -> Path:
+    """Return the file whose creator may take over from ``owner``, as read from the lock or claim at ``path``.
+    Raises ``FileNotFoundError`` if that is gone and was not readable."""
+    return path.with_name(f"{LOCK}.after.{owner.nonce if owner else path.stat().st_mtime_ns}")
 
 
 def _held(path: Path, owner: Owner | None) -> InputError:

@@ -51,10 +51,10 @@ def new_checkpoint(out_dir: str | Path, source_dir: Path, needed_bytes: int) -> 
     partial = out.with_name(f".{out.name}.partial")
     if not out.exists() and (old := _old(out)).exists():  # killed between the renames of _replace
         old.rename(out)
-    if partial.exists():  # left by a killed run
-        shutil.rmtree(partial)
     created = [parent for parent in out.parents if not parent.exists()]
     try:
+        if partial.exists():  # left by a killed run
+            shutil.rmtree(partial)
         partial.mkdir(parents=True)
         free = shutil.disk_usage(partial).free
         if free < needed_bytes:

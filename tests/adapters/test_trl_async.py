@@ -106,6 +106,19 @@ def test_the_packed_loss_is_the_librarys(trainer: AsyncFSPOTrainer) -> None:
     assert recorded["entropy"] and not any(name.startswith("clip_ratio/") for name in recorded)
 
 
+def test_a_row_without_a_trained_token_and_advantages_that_differ(trainer: AsyncFSPOTrainer) -> None:
+    row = packed(random_batch())
+    advantages = row["advantages"].clone()
+    chosen = (row["token_index"] >= 0).nonzero()
+    advantages[tuple(chosen[0])] += 1.0
+    with pytest.raises(ValueError, match="one advantage"):
+        trainer.compute_loss(trainer.model, row | {"advantages": advantages})
+    trainer.model.zero_grad()
+    loss = trainer.compute_loss(trainer.model, row | {"token_index": torch.full_like(row["token_index"], -1)})
+    loss.backward()
+    assert loss.item() == 0 and all(p.grad is None or not p.grad.any() for p in trainer.model.parameters())
+
+
 @pytest.mark.parametrize("keys", [{"epsilon": 0.1}, {"epsilon_high": 0.3}, {"token_budget": None}])
 def test_what_does_not_fit_is_refused_in_one_line(keys: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=next(iter(keys))) as error:

@@ -7,8 +7,11 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
+from itertools import combinations_with_replacement
 from pathlib import Path
 
 import pytest
@@ -120,15 +123,75 @@ def test_a_wait_for_another_may_be_ended(tmp_path: Path, quick: None) -> None:
     assert read_owner(tmp_path) == ELSEWHERE
 
 
-def test_of_two_that_take_over_one_wins(tmp_path: Path) -> None:
-    """Both have seen the old lock; the slower one finds the new one in its place."""
-    gone = ended_process()
-    write(tmp_path, gone)
-    held = FolderLock(tmp_path)
-    assert not lock._set_aside(tmp_path / LOCK, gone)
-    assert read_owner(tmp_path) == held.owner
-    held.check()
-    held.release()
+STEPS = 17
+most: list[int] = []
+
+
+@pytest.mark.parametrize("suspended", [False, True], ids=["slow", "thought gone"])
+@pytest.mark.parametrize("pauses", [*combinations_with_replacement(range(5, STEPS), 2)])
+def test_of_three_that_take_over_one_holds_it_whenever_another_pauses(
+    pauses: tuple[int, int], suspended: bool, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first pauses before two of its looks at, or changes of, the folder; another comes in each pause."""
+    monkeypatch.setattr(lock, "STALE_SECONDS", 0.1)
+    monkeypatch.setattr(lock, "REFRESH_SECONDS", 60.0)  # so that nobody notices later what was wrong
+    write(tmp_path, ended_process())
+    held: list[FolderLock] = []
+    steps = []
+
+    def try_to_hold() -> None:
+        with suppress(InputError):
+            held.append(FolderLock(tmp_path, say=lambda line: None))
+
+    def paused(function: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **keys: object) -> object:
+            if threading.current_thread() is first:
+                steps.append(function)
+                for _ in range(pauses.count(len(steps) - 1)):
+                    other = threading.Thread(target=try_to_hold)
+                    other.start()
+                    other.join(20)
+            return function(*arguments, **keys)
+
+        return call
+
+    def of_this_thread(cls: type[Owner], this: Callable[[], Owner] = Owner.this_process) -> Owner:
+        changed = {"machine": "another boot"} if suspended and threading.current_thread() is first else {}
+        return replace(this(), **changed)
+
+    for module, name in (
+        (os, "open"),
+        (Path, "rename"),
+        (Path, "replace"),
+        (Path, "unlink"),
+        (Path, "exists"),
+    ):
+        monkeypatch.setattr(module, name, paused(getattr(module, name)))
+    monkeypatch.setattr(lock, "read_owner", paused(lock.read_owner))
+    monkeypatch.setattr(Owner, "this_process", classmethod(of_this_thread))
+    first = threading.Thread(target=try_to_hold)
+    first.start()
+    first.join(60)
+    if suspended:  # as its thread does when it goes on
+        [one._refresh() for one in held if one.owner.machine == "another boot"]
+    assert len([one for one in held if passes(one)]) <= 1
+    assert suspended or len(held) == 1
+    most.append(len(steps))
+    for one in held:
+        one._refresh()
+        one.release()
+
+
+def test_that_was_every_step() -> None:
+    assert not most or max(most) == STEPS
+
+
+def passes(held: FolderLock) -> bool:
+    try:
+        held.check()
+    except TrainingError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(
