@@ -311,3 +311,9 @@ def test_a_wrong_environment_of_a_rank(
     lines = [line for line in err.splitlines() if line.startswith("megatron-fspo: ")]
     assert (status, out, len(lines)) == (2, "", bool(told)) and told in err, err[-2000:]
     assert "Traceback" not in err and sorted(tmp.rglob("*")) == before
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", str(tmp_path / ("x" * 300))]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("megatron-fspo: ") and said.count("\n") == 1 and not [*tmp_path.iterdir()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def add_init(commands: command.Commands) -> None:
 def run_init(args: argparse.Namespace, _: list[str]) -> int:
     """Copy the example, with paths in its files relative to the new folder."""
     folder, example = args.folder, EXAMPLES / args.example
-    if folder.exists():
+    if os.path.lexists(folder):
         raise InputError(f"{folder} exists: name another folder or remove it")
     if not example.is_dir():
         raise InputError(f"{example} does not exist: this installation has no examples")

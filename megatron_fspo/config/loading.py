@@ -273,7 +273,9 @@ def _line(details: Mapping[str, Any]) -> tuple[str, str]:
     if kind.startswith("union_tag") and key:
         name = value.get("name") if isinstance(value, dict) else value
         return key, f"{key}.name = {name!r}: must be one of {', '.join(_variants(path[0]))}"
-    return key, f"{key} = {value!r}: {message[0].lower()}{message[1:]}" if key else message
+    if kind != "value_error":  # pydantic's own words
+        message = message[0].lower() + message[1:]
+    return key, f"{key} = {value!r}: {message}" if key else message
 
 
 def _nearest(key: str, variant: str) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +14,9 @@ from megatron_fspo.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_TEMPLATE_SECONDS, _TEMPLATE_BYTES = 10.0, 2**31
 
 
 def load_tokenizer(checkpoint_dir: str | Path) -> PreTrainedTokenizerBase:
@@ -25,10 +31,50 @@ def load_tokenizer(checkpoint_dir: str | Path) -> PreTrainedTokenizerBase:
     if not (folder / "tokenizer_config.json").is_file():
         raise InputError(f"{folder}: holds no tokenizer (tokenizer_config.json is missing)")
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a broken file may raise anything, even a bare Exception from tokenizers
         reason = str(error).strip().partition("\n")[0]
         raise InputError(f"{folder}: transformers cannot load the tokenizer: {reason}") from error
+    if tokenizer.chat_template:
+        _try_template(tokenizer, folder)
+    return tokenizer
+
+
+class _Expired(BaseException):
+    """The time of a template is over."""
+
+
+def _try_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Render two conversations, with limits on time (in the main thread) and memory; ``InputError`` if the
+    template exceeds one. What it refuses is no error. Later conversations have no limits."""
+
+    def expire(*_: Any) -> None:
+        raise _Expired
+
+    talk = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGALRM, expire) if in_main else None
+    try:
+        if limits[0] == resource.RLIM_INFINITY:
+            resource.setrlimit(resource.RLIMIT_AS, (taken + _TEMPLATE_BYTES, limits[1]))
+        if in_main:
+            signal.setitimer(signal.ITIMER_REAL, _TEMPLATE_SECONDS)
+        for messages in (talk[:1], talk):
+            try:
+                tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            except Exception as error:
+                if isinstance(error, MemoryError):
+                    raise
+    except (_Expired, MemoryError):
+        most = f"{_TEMPLATE_SECONDS:g} s or {_TEMPLATE_BYTES >> 30} GiB"
+        raise InputError(f"{folder}: the chat template needs more than {most} for two messages") from None
+    finally:
+        if in_main:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -282,12 +282,12 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         InputError: another line is not a row; names file and line.
     """
-    if not path.exists():
+    if not _is_there(path):
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.endswith(b"\n"):
-                yield parse_row(line, f"{path}:{number}")
+                yield parse_row(line, path, f":{number}")
 
 
 def rows_from_end(path: Path) -> Iterator[dict[str, Any]]:
@@ -297,7 +297,7 @@ def rows_from_end(path: Path) -> Iterator[dict[str, Any]]:
 
 def _rows_from_end(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The end of each row in the file, in bytes, and the row."""
-    if not path.exists():
+    if not _is_there(path):
         return
     with path.open("rb") as file:
         begin, rest = file.seek(0, os.SEEK_END), b""
@@ -311,20 +311,51 @@ def _rows_from_end(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             end = begin + len(rest)
             for line in reversed(rest[whole:].splitlines(keepends=True)):
                 if line.endswith(b"\n"):
-                    yield end, parse_row(line, f"{path}, the line that ends at byte {end}")
+                    yield end, parse_row(line, path, f", the line that ends at byte {end}")
                 end -= len(line)
             rest = rest[:whole] if whole else rest if begin else b""
 
 
-def parse_row(line: bytes, where: object) -> dict[str, Any]:
-    """One line of such a file; ``InputError`` with its place if it is no row."""
+def _is_there(path: Path) -> bool:
+    """Return True for a file; raise ``InputError`` for a pipe or device, of which nobody knows the end."""
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path}: not a regular file")
+    return path.exists()
+
+
+def parse_row(line: bytes, path: Path, place: str = "") -> dict[str, Any]:
+    """Parse a line of such a file, at ``place``; ``InputError`` if it is not a row of a file of this name."""
     try:
         row: dict[str, Any] = json.loads(line)
-        if isinstance(row["step"], int):
+        if type(row["step"]) is int and 0 <= row["step"] < 2**53 and _fits(row, path.name):
             return row
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
-    raise InputError(f"{where}: not a row of this trainer: mend the line, or remove it")
+    raise InputError(f"{path}{place}: not a row of this trainer: mend the line, or remove it")
+
+
+def _fits(row: Mapping[str, Any], name: str) -> bool:
+    """Return True if the values have the types that readers of the file ``name`` rely on."""
+    if name == METRICS:
+        return all(map(_is_number, row.values()))
+    if name == SEQUENCES:
+        columns = [value for key, value in row.items() if key != "step"]
+        lengths = {len(column) for column in columns}
+        return len(lengths) == 1 and "length" in row and all(map(_is_number, chain(*columns)))
+    if name == SAMPLES:
+        texts = [row["prompt"], row["response"], *chain(*row.get("parts", []))]
+        numbers = row["reward"] is not None and _is_number(row["reward"])
+        return numbers and "answer" in row and all(isinstance(text, str) for text in texts)
+    if name == WARNINGS:
+        return isinstance(row["title"], str) and isinstance(row["text"], str)
+    if name == ROUTERS:
+        return len({len(layer) for layer in row["load"]}) == 1 and all(map(_is_number, chain(*row["load"])))
+    return isinstance(row["versions"], dict) and isinstance(row["device"], str)
+
+
+def _is_number(value: object) -> bool:
+    """Return True for null, a truth value, and a number that a float can hold."""
+    return value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1023)
 
 
 def _missing_steps(path: Path, step: int | None) -> list[int]:
@@ -338,7 +369,7 @@ def _missing_steps(path: Path, step: int | None) -> list[int]:
                 # Parsed, the rows of a long run would take many seconds.
                 match = _STEP.match(line) if line.endswith(b"}\n") else None
                 if match or line.endswith(b"\n"):
-                    there.add(int(match[1]) if match else parse_row(line, f"{path}:{number}")["step"])
+                    there.add(int(match[1]) if match else parse_row(line, path, f":{number}")["step"])
     return [one for one in range(1, step + 1) if one not in there]
 
 

@@ -182,8 +182,11 @@ def check_spread(run: Training, sampled: Rollout) -> None:
     lowest, highest = sampled.rewards.min().item(), sampled.rewards.max().item()
     if lowest == highest:
         what = f"all {len(sampled)} rewards are {lowest:g}"
-    else:
+    elif bool((sampled.rewards.view(-1, sampled.samples).diff(dim=1) == 0).all()):
         what = f"no two of a prompt's {sampled.samples} rewards differ (they are {lowest:g} to {highest:g})"
+    else:
+        cut = f"{int(sampled.truncated.sum())} of {len(sampled)} responses are cut"
+        what = f"all advantages are 0: {cut}, and reward.truncated = {options.truncated}"
     lines = [f"step {run.step + 1}: {what}: nothing to learn from (steps in a row: {count})"]
     # Responses that this rank holds, each to another prompt as far as possible.
     for number in sorted(sampled.held, key=lambda number: (number % sampled.samples, number))[:_SHOWN]:

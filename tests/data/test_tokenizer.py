@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,27 @@ def test_code_in_a_checkpoint_does_not_run(checkpoint: Path, tmp_path: Path) -> 
     with pytest.raises(InputError, match=r"cannot load the tokenizer: .* contains custom code"):
         load_tokenizer(checkpoint)
     assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% if messages | length > 1 %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
+        "{% endfor %}{% endif %}",
+        "{{ 'x' * 10 ** 11 }}",
+        "{% set x = namespace(y='x' * 10**6) %}{% for a in range(99) %}{% set x.y = x.y + x.y %}{% endfor %}",
+    ],
+)
+def test_a_template_without_end(checkpoint: Path, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_fspo.data.tokenizer._TEMPLATE_SECONDS", 0.5)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    (checkpoint / "chat_template.jinja").write_text(template)
+    with pytest.raises(InputError, match=r"chat template needs more than 0\.5 s or 2 GiB"):
+        load_tokenizer(checkpoint)
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    (checkpoint / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    assert load_tokenizer(checkpoint).chat_template.startswith("{{ raise")
 
 
 def test_check_vocabulary(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -75,9 +75,10 @@ def filled(config: Config, steps: int) -> None:
     for step in range(steps + 1):
         log.step(step, {"x": float(step)})
         log.sequences(step, [record(0)])
-        log.responses(step, [{"response": f"{step}\u2028a"}, {"response": f"{step}b"}])
+        log.responses(step, [SAMPLE | {"response": f"{step}\u2028a"}, SAMPLE | {"response": f"{step}b"}])
 
 
+SAMPLE = {"prompt": "p", "response": "", "answer": "a", "reward": 0.5}
 FILES = ("metrics.jsonl", "sequences.jsonl", "samples.jsonl")
 
 
@@ -165,7 +166,7 @@ def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[st
     log = RunLog(config, writer=False, resume_step=None)
     log.step(1, {"x": 1.0})
     log.sequences(1, [record(0)])
-    log.responses(1, [{"response": ""}])
+    log.responses(1, [SAMPLE])
     log.say("hello")
     log.close()
     assert {name: (config.run_folder / name).read_text() for name in FILES} == before

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_fspo.errors import RewardError
 from megatron_fspo.record.log import RunLog
@@ -103,3 +104,14 @@ def test_the_error_names_the_checkpoint_from_before(tmp_path: Path) -> None:
     run.learn(FLAT)
     with pytest.raises(RewardError, match="checkpoints/step_000001 is from before"):
         run.learn(FLAT)
+
+
+def test_rewards_that_differ_are_not_said_to_be_equal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run: Any = Run(tmp_path, limit=0)
+    sampled = rollout([[0.0, 1.0], [1.0, 0.0]])
+    flat = replace(sampled, advantages=torch.zeros(4), truncated=torch.tensor([True, True, True, False]))
+    check_spread(run, flat)
+    (line, *_) = capsys.readouterr().out.splitlines()
+    assert "all advantages are 0: 3 of 4 responses are cut, and reward.truncated = keep" in line

@@ -215,7 +215,8 @@ def test_a_job_records_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def answers(step: int, *given: tuple[str, str, float]) -> list[dict[str, Any]]:
-    return [{"step": step, "prompt": p, "response": r, "reward": reward} for p, r, reward in given]
+    rows = ({"prompt": p, "response": r, "answer": "a", "reward": reward} for p, r, reward in given)
+    return [{"step": step, **row} for row in rows]
 
 
 def test_responses_that_changed_come_first() -> None:

@@ -4,11 +4,13 @@ import http.client
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +18,9 @@ import pytest
 
 from launch import environment
 from megatron_fspo.cli import main
+from megatron_fspo.errors import InputError
 from megatron_fspo.lab.report.follow import report_server
+from megatron_fspo.lab.report.page import render_report
 from report_runs import make_config, write_run
 
 
@@ -96,3 +100,52 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert steps(get(int(number))[1]) == "1"
         os.kill(server.pid, signal.SIGINT)
     assert server.returncode == 0
+
+
+LINES = {
+    "metrics.jsonl": [
+        *('{"step": 9, "x": "text"}', '{"step": 9, "x": [1]}', '{"step": 9, "x": {}}', '{"step": true}'),
+        *('{"step": -5}', '{"step": 99999999999999999999999}', '{"step": 9, "x": 1' + "0" * 400 + "}"),
+        *('{"step": 9, "x": ' + "[" * 100_000 + "]" * 100_000 + "}", "\ud8ff", "", "null", '{"x": 1}'),
+    ],
+    "samples.jsonl": [
+        '{"step": 1}',
+        '{"step": 1, "prompt": 5, "response": 6, "reward": 1, "answer": 0}',
+        '{"step": 1, "prompt": "a", "response": "b", "reward": "x", "answer": 0}',
+        '{"step": 1, "prompt": "a", "response": "b", "reward": null, "answer": 0}',
+    ],
+    "sequences.jsonl": [
+        '{"step": 9}',
+        '{"step": 9, "length": "x"}',
+        '{"step": 9, "length": [1], "update": [1, 2]}',
+    ],
+    "routers.jsonl": ['{"step": 9, "load": "x"}', '{"step": 9, "load": [[1, 2], [3]]}'],
+    "warnings.jsonl": ['{"step": 9}', '{"step": 9, "title": 1, "text": "x"}'],
+    "jobs.jsonl": ['{"step": 9}', '{"step": 9, "versions": [], "device": "x"}'],
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_rows_of_wrong_types_are_named(tmp_path: Path, name: str) -> None:
+    run = write_run(make_config(tmp_path), steps=2)
+    path = run / name
+    before = path.read_bytes() if path.exists() else b""
+    for line in LINES[name]:
+        path.write_bytes(before + line.encode("utf-8", "surrogatepass") + b"\n")
+        with pytest.raises(InputError, match=f"{name}.*not a row of this trainer"):
+            render_report(run)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(InputError, match=f"{name}: not a regular file"):
+        render_report(run)
+
+
+def test_a_long_run_is_drawn_soon(tmp_path: Path) -> None:
+    run = write_run(make_config(tmp_path), steps=2)
+    row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    with (run / "metrics.jsonl").open("w") as file:
+        file.writelines(json.dumps({**row, "step": step}) + "\n" for step in range(1, 50_001))
+    began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    text = render_report(run)
+    assert len(text) < 2**20 and time.process_time() - began < 30
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20, "KiB"

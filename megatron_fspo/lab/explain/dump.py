@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,8 @@ from megatron_fspo.lab.explain.rows import location, names_in, read_rows
 
 Values = np.ndarray[Any, Any]
 _MAX_NONFINITE = 0.05
+_MOST = 2_000_000
+"""Maximum responses of a dump: about a gigabyte without token log-probs."""
 """Share of responses that are not finite; as ``loss.max_nonfinite_share`` is by default."""
 _SEQUENCES = "sequences.jsonl"
 _IN_ALL_ROWS = {"log_probs", "old_log_probs", "sampled_log_probs", "prompt", "response"}
@@ -110,7 +113,10 @@ def read_dump(path: Path, given: Mapping[str, str], step: int | None = None) -> 
     files = [path]
     if path.is_dir():
         files = sorted(path.glob("*.parquet")) or [path / _SEQUENCES]
-    responses = [one for file in files for one in _responses(file, given, step)]
+    every = (one for file in files for one in _responses(file, given, step))
+    responses = [*islice(every, _MOST)]
+    if next(every, None) is not None:
+        raise InputError(f"{path}: holds more than {_MOST:,} responses: give a part of them, or a --step")
     if not responses:
         raise InputError(f"{path}: holds no responses{'' if step is None else f' of step {step}'}")
     full = [one for one in responses if one.length > 0]
@@ -208,8 +214,8 @@ def _of_step(number: int, fields: Mapping[str, Any]) -> Iterator[_Response]:
 
 def _response(number: int, fields: Mapping[str, Any]) -> _Response:
     length = fields.get("length", 0)
-    if type(length) is not int or length < 0:
-        raise InputError(f"length = {_short(length)}: must be a number of tokens, 0 or more")
+    if type(length) is not int or not 0 <= length < 2**31:
+        raise InputError(f"length = {_short(length)}: must be a number of tokens, from 0 to {2**31 - 1}")
     mask = _mask(fields["mask"]) if "mask" in fields else None
     reward, s = fields.get("reward"), fields.get("log_ratio_sum", math.nan)
     response = _Response(
@@ -225,7 +231,7 @@ def _response(number: int, fields: Mapping[str, Any]) -> _Response:
         _add_tokens(response, fields, mask)
     if "update" in fields:
         response.update = fields["update"]
-        if type(response.update) is not int or response.update < 0:
+        if type(response.update) is not int or not 0 <= response.update < 2**53:
             raise InputError(f"update = {_short(response.update)}: must be the number of an optimizer step")
     if "flipped" in fields:
         response.flipped = fields["flipped"]

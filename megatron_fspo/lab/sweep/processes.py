@@ -67,8 +67,8 @@ def matched_loss(config: Config, records: Records) -> dict[str, Any]:
         raise InputError(
             f"loss.name = {loss.name} has no band on S of responses that could be matched: leave `match` out"
         )
-    rate = float(judged.clipped.mean())
     pushed = (sums - band.drift * lengths) * torch.from_numpy(judged.advantage) > 0
+    rate = float((judged.clipped & pushed.numpy()).mean())  # a dual clip is on the other side
     factor = factor_for(torch.where(pushed, reach_of_sums(band, sums, lengths), 0.0), rate)
     if factor > loss.widest():
         raise InputError(f"loss.name = {loss.name}: no limits clip {rate:.1%}; S is beyond ±36 nats")
@@ -147,7 +147,8 @@ class _Processes:
         del self._running[run.name]
         if status:
             text = log.read_text(encoding="utf-8", errors="replace").strip()
-            return f"exit status {status}: {text.splitlines()[-1].strip()} ({log})" if text else "see above"
+            said = f"{text.splitlines()[-1].strip()} ({log})" if text else "see above"
+            return f"exit status {status}: {said}"
         self._done, self._made = self._done + 1, self._made + 1
         left = (time.monotonic() - self._began) / self._made * (self._total - self._done)
         more = f", about {left:.0f} s left" if left else ""
