@@ -57,7 +57,7 @@ THIRD_PARTY = {
     "data": {"transformers", "pyarrow"},
     "evaluation": {"numpy", "torch"},
     "rewards": {"httpx", "math_verify", "reasoning_gym", "sympy"},
-    "environments": {"httpx"},
+    "environments": set(),
     "packing": {"torch"},
     "parallel": {"torch", "triton"},
     "weights": {"torch", "safetensors"},

@@ -12,7 +12,6 @@ from megatron_fspo.config import Config
 from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.job.folder import newest_checkpoint
 from megatron_fspo.mcore.lora import without_adapters
-from megatron_fspo.mcore.nonfinite import suspects_of
 from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.router import RouterPasses
 from megatron_fspo.packing.batch import Packs
@@ -21,7 +20,7 @@ from megatron_fspo.rewards import tally
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.correction import correct, little_is_left
 from megatron_fspo.trainer.mismatch import FP8_LIMIT, LIMIT, MismatchAlarm, measure
-from megatron_fspo.trainer.optimize import Step, drop_culprits, is_stopping
+from megatron_fspo.trainer.optimize import Step, is_stopping
 from megatron_fspo.trainer.rollout import (
     Rollout,
     join,
@@ -263,9 +262,6 @@ def score_old(run: Training, step: Step) -> None:
     log-probs and rollout weights to the packs, and metrics of mismatch and correction. Collective."""
     with run.log.phase("old_log_prob", len(step.packs), "pack", run.timings) as progress:
         step.packs = old_pass(run, step)
-        suspects = suspects_of(step.packs, step.packs.columns["old_log_probs"], run.groups)
-        if drop_culprits(run, step, step.packs, suspects):
-            step.packs = old_pass(run, step)  # again, so that old and new pass have the same packs
         progress(len(step.packs))
     alarm = make_alarm(run, step.rollout)
     mismatch = measure(step.packs, len(step.rollout), group=run.groups.dp_cp, also=alarm.add)

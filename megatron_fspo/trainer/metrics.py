@@ -12,7 +12,7 @@ import math
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from statistics import median_low
+from statistics import fmean, median_low
 from typing import NamedTuple
 
 import torch
@@ -55,14 +55,14 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
     # Optimizer steps with S = 0: up to the first that moved the policy.
     moved = [number for number, update in enumerate(updates, 1) if not update.skipped]
     on_policy = 0 if sampled else moved[0] if moved else len(updates)
+    norms = [update.grad_norm for update in updates if math.isfinite(update.grad_norm)] or [math.nan]
     metrics = pooled_metrics([update.totals for update in updates], on_policy=on_policy) | {
-        "actor/grad_norm": sum(update.grad_norm for update in updates) / len(updates),
-        "actor/grad_norm/max": max(update.grad_norm for update in updates),
+        "actor/grad_norm": fmean(norms),
+        "actor/grad_norm/max": max(norms),
         "actor/lr": updates[-1].learning_rate,
+        "actor/skipped_updates": float(sum(update.skipped for update in updates)),
         "fspo/nonfinite": float(step.nonfinite),
     }
-    if config.optimizer.skip_norm_ratio is not None:
-        metrics["actor/skipped_updates"] = float(sum(update.skipped for update in updates))
     if step.reports:
         report = torch.stack([*step.reports.values()]).sum(0).cpu()
         run.log.routers(run.step + 1, report[:, : -len(REPORT)])
@@ -176,7 +176,7 @@ def speed_metrics(run: Training, step: Step, seconds: float) -> dict[str, float]
     peak = config.log.peak_tflops or peak_tflops(run.inputs.backend, run.inputs.dtype)
     if peak is None:
         return metrics
-    packed = ~left_out(config, rollout, [record.sample for record in step.dropped])
+    packed = ~left_out(config, rollout)
     prompts = torch.arange(len(rollout))[packed] // rollout.samples
     flops = forward_flops(
         run.inputs.arch,

@@ -1,14 +1,15 @@
 """The optimizer steps on one rollout. Each of them consists of:
 
 1. Forward and backward on the packs of a mini-batch, which gives the gradient and a record of each sequence.
-2. If the gradient is not finite, remove the responses that cause it from the packs, and repeat 1.
-3. Name and count sequences with a non-finite loss, up to the share that the run allows.
-4. End the run if the policy is too far from the old policy (``optimizer.max_kl``).
-5. Skip the step if its gradient is far larger than recent ones (``optimizer.skip_norm_ratio``). Clipping
-   would bound the size of the step, but not its direction, and Adam's moments would keep it.
-6. Update the weights, and let the band of the loss learn from S.
+2. Name and count sequences with a non-finite S, up to the share that the run allows.
+3. End the run if the policy is too far from the old policy (``optimizer.max_kl``).
+4. Skip the step if its gradient is not finite, as a weight of 0 does not stop a NaN inside the network from
+   reaching every gradient (0·NaN is NaN); or if it is far larger than recent ones
+   (``optimizer.skip_norm_ratio``): clipping would bound the size of the step, but not its direction, and
+   Adam's moments would keep it.
+5. Update the weights, and let the band of the loss learn from S.
 
-The weights do not change before 6., even if the run ends.
+The weights do not change before 5., even if the run ends.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from torch import Tensor
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.job.folder import checkpoints
 from megatron_fspo.losses import LossState
-from megatron_fspo.mcore.nonfinite import culprits, packs_to_blame, without
 from megatron_fspo.mcore.policy import Update
 from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.mcore.router import RouterPasses
@@ -73,8 +73,6 @@ class Step:
     """Report of the routers in the old pass; None without an old pass or without experts."""
     reports: dict[int, Tensor] = field(default_factory=dict)
     """Index of an optimizer step → report of its routers; empty without experts."""
-    dropped: list[SequenceRecord] = field(default_factory=list)
-    """Records of responses removed from the packs because they made a pass non-finite."""
 
     @property
     def turn(self) -> int:
@@ -85,11 +83,6 @@ class Step:
         """Return the packs of a mini-batch."""
         first = sum(self.sizes[:turn])
         return self.packs[first : first + self.sizes[turn]]
-
-    def dropped_from(self, turn: int) -> list[SequenceRecord]:
-        """Return records of the responses that were removed from the packs of a mini-batch."""
-        turns, n = len(self.sizes), self.rollout.lengths.numel()
-        return [record for record in self.dropped if record.sample * turns // n == turn]
 
 
 def optimize(run: Training, step: Step) -> bool:
@@ -131,8 +124,7 @@ def is_stopping(run: Training) -> bool:
 
 
 def _update(run: Training, step: Step) -> tuple[Update, list[SequenceRecord]]:
-    """Take the next optimizer step; return it and the records of all ranks' sequences, without those that
-    were removed from the packs. Collective."""
+    """Take the next optimizer step; return it and the records of all ranks' sequences. Collective."""
     config = run.inputs.config.loss
     loss = PolicyLoss(
         objective=run.loss.objective(on_policy=step.on_policy),
@@ -141,17 +133,13 @@ def _update(run: Training, step: Step) -> tuple[Update, list[SequenceRecord]]:
         kl_coef=config.kl_coef,
     )
     totals, records = _gradient(run, step, loss)
-    while not math.isfinite(grad_norm := run.policy.grad_norm()):
-        _drop_from_update(run, step, loss, records)
-        totals, records = _gradient(run, step, loss)
+    grad_norm = run.policy.grad_norm()
     broken = [record for record in records if record.nonfinite]
-    if broken or step.dropped:
-        _name(run, step, broken)
-        count = len(broken) + len(step.dropped_from(step.turn))
-        _check_share(run, step, step.turn, count)
-        step.nonfinite += count
+    if broken:
+        step.nonfinite += len(broken)
+        _check_share(run, step, broken)
     check_kl(run, step, totals)
-    if is_to_be_skipped(run, step, totals, grad_norm):
+    if is_to_be_skipped(run, step, totals, grad_norm, broken):
         return run.policy.skip(totals, grad_norm), records
     return run.policy.step(totals, grad_norm), records
 
@@ -191,80 +179,18 @@ def _routed(run: Training, packs: Packs) -> tuple[Packs, RouterPasses | None]:
     )
 
 
-def _drop_from_update(run: Training, step: Step, loss: PolicyLoss, records: Sequence[SequenceRecord]) -> None:
-    """Remove the responses that made the gradient non-finite from the packs, and reset the gradient.
-    ``records`` are all ranks' of this optimizer step. Raises ``TrainingError`` if no response causes it, or
-    more than ``loss.max_nonfinite_share`` of the mini-batch do. Collective."""
-    run.policy.zero_gradients()
-    packs, rank = step.packs_of(step.turn), run.groups.dp.rank()
-    suspects = [r.sample for r in records if r.rank == rank and not math.isfinite(r.log_ratio_sum)]
-    if drop_culprits(run, step, packs, suspects):
-        return
-    blamed = packs_to_blame(run.policy, _routed(run, packs)[0], loss, layout=run.layout)
-    where = []
-    for turns, numbers in blamed:
-        names = "; ".join(step.rollout.name(number) for number in numbers[:_NAMED])
-        names += f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
-        number = " and ".join(str(turn + 1) for turn in turns)
-        where.append(f"Look at pack {number} of {len(packs)} of each data-parallel rank ({names})")
-    raise TrainingError(
-        f"{_which(run, step)}: the gradient is not finite, though every log-prob is. "
-        f"{'; '.join(where) or 'The gradient of each pack is finite, but their sum is not'}. The "
-        "weights are those before this optimizer step. Resume from the last checkpoint with a smaller "
-        "optimizer.lr, or look for an overflow in the backward pass."
-    )
-
-
-def drop_culprits(run: Training, step: Step, packs: Packs, suspects: Sequence[int]) -> bool:
-    """Remove those of the suspects that made ``packs`` non-finite from all packs of the step. Return True if
-    any were removed: the step then has new packs, to be scored again. Raises ``TrainingError`` if it is more
-    than ``loss.max_nonfinite_share`` of a mini-batch. Collective."""
-    guilty = culprits(
-        packs,
-        suspects,
-        score=lambda batches: run.policy.score(batches, run.scoring),
-        layout=run.layout,
-        groups=run.groups,
-    )
-    if not guilty:
-        return False
-    new = [
-        SequenceRecord(
-            sample=number,
-            rank=rank,
-            length=int(step.rollout.lengths[number]),
-            log_ratio_sum=math.nan,
-            advantage=float(step.rollout.advantages[number]),
-            nonfinite=True,
-        )
-        for number, rank in guilty.items()
-    ]
-    before = [sum(r.length for r in step.dropped_from(turn)) for turn in range(len(step.sizes))]
-    step.dropped += new
-    _name(run, step, new)
-    gone: list[int] = []
-    for turn, size in enumerate(step.sizes):
-        dropped = step.dropped_from(turn)
-        _check_share(run, step, turn, len(dropped))
-        gone += [sum(r.length for r in dropped) - before[turn]] * size
-    step.packs = without(step.packs, guilty.keys(), gone, run.layout)
-    return True
-
-
-def _name(run: Training, step: Step, dropped: Sequence[SequenceRecord]) -> None:
-    for record in dropped[:_NAMED]:
+def _check_share(run: Training, step: Step, broken: Sequence[SequenceRecord]) -> None:
+    """Name the non-finite sequences of an optimizer step. Raises ``TrainingError`` if they are more than
+    ``loss.max_nonfinite_share`` of it."""
+    for record in broken[:_NAMED]:
         run.log.say(
             f"step {run.step + 1}: dropped a sequence that is not finite: {step.rollout.name(record.sample)} "
             f"(data-parallel rank {record.rank}, S = {record.log_ratio_sum}, L = {record.length})"
         )
-
-
-def _check_share(run: Training, step: Step, turn: int, count: int) -> None:
-    """Raise ``TrainingError`` if ``count`` dropped sequences exceed the allowed share of a mini-batch."""
-    of, limit = step.packs_of(turn).totals.num_sequences, run.inputs.config.loss.max_nonfinite_share
-    if count > limit * of:
+    of, limit = step.packs_of(step.turn).totals.num_sequences, run.inputs.config.loss.max_nonfinite_share
+    if len(broken) > limit * of:
         raise TrainingError(
-            f"step {run.step + 1}: {count} of {of} sequences of one optimizer step are not "
+            f"step {run.step + 1}: {len(broken)} of {of} sequences of one optimizer step are not "
             f"finite; loss.max_nonfinite_share allows {limit}. The weights are those before this "
             "optimizer step. Resume from the last checkpoint with a smaller optimizer.lr, or look for the "
             "cause of the non-finite logits."
@@ -293,38 +219,44 @@ def check_kl(run: Training, step: Step, totals: Totals) -> None:
         )
 
 
-def is_to_be_skipped(run: Training, step: Step, totals: Totals, grad_norm: float) -> bool:
-    """Return True, with a warning, if the gradient is a spike. Collective.
+def is_to_be_skipped(
+    run: Training, step: Step, totals: Totals, grad_norm: float, broken: Sequence[SequenceRecord]
+) -> bool:
+    """Return True, with a warning, if the gradient is not finite or a spike. Collective.
 
     A spike is a global norm, before clipping, above ``optimizer.skip_norm_ratio`` times the median of recent
     norms. These exclude spikes, which would raise the median, and 0, the norm of a mini-batch without
-    advantages.
+    advantages. ``broken`` has the non-finite sequences.
 
     Raises:
-        TrainingError: more than ``optimizer.max_skips`` spikes in a row; the metrics so far are in the log.
+        TrainingError: more than ``optimizer.max_skips`` skips in a row; the metrics so far are in the log.
     """
     options = run.inputs.config.optimizer
-    if options.skip_norm_ratio is None:
-        return False
     usual = median(run.norms) if len(run.norms) >= FEWEST_NORMS else 0.0
-    spike = usual > 0 and grad_norm > options.skip_norm_ratio * usual
-    if not any_rank(spike, device=run.inputs.backend.device):
+    finite = math.isfinite(grad_norm)
+    spike = finite and usual > 0 and grad_norm > (options.skip_norm_ratio or math.inf) * usual
+    if not any_rank(spike or not finite, device=run.inputs.backend.device):
         run.skips_in_a_row = 0
-        if grad_norm > 0:
+        if grad_norm > 0 and options.skip_norm_ratio:
             run.norms.append(grad_norm)
         return False
     run.skips_in_a_row += 1
     reason = f"the gradient norm is {grad_norm:.3g}, but the median of recent ones is {usual:.3g}"
+    if not finite:
+        suspects = "; ".join(step.rollout.name(record.sample) for record in broken[:_NAMED])
+        why = f"as are log-probs of {suspects}" if broken else "but every log-prob is: is it an overflow?"
+        reason = f"the gradient is not finite, {why}"
     if run.skips_in_a_row > options.max_skips:
         _end(
             run,
             step,
             means(totals) | {"actor/grad_norm": grad_norm},
-            f"{reason}. This is spike {run.skips_in_a_row} in a row with optimizer.skip_norm_ratio = "
-            f"{options.skip_norm_ratio:g}; optimizer.max_skips allows {options.max_skips}",
+            f"{reason}. This is skip {run.skips_in_a_row} in a row; optimizer.max_skips allows "
+            f"{options.max_skips}",
         )
     run.log.warn(
-        "gradient spike", f"{_which(run, step)}: skipped because {reason} (in a row: {run.skips_in_a_row})"
+        "skipped optimizer step",
+        f"{_which(run, step)}: skipped because {reason} (in a row: {run.skips_in_a_row})",
     )
     return True
 

@@ -384,9 +384,8 @@ def _routes(
     return routes
 
 
-def left_out(config: Config, rollout: Rollout, dropped: Sequence[int] = ()) -> Tensor:
-    """Return bool [responses]: True for responses in no pack, including ``dropped``, those removed later."""
+def left_out(config: Config, rollout: Rollout) -> Tensor:
+    """Return bool [responses]: True for responses in no pack."""
     loss, moe = config.loss, config.moe
     others = loss.entropy_coef or loss.kl_coef or moe.aux_loss_coef or moe.z_loss_coef
-    idle = rollout.lengths < 0 if others else rollout.advantages == 0
-    return idle.index_fill(0, torch.tensor(dropped, dtype=torch.long), True)
+    return rollout.lengths < 0 if others else rollout.advantages == 0

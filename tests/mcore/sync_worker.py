@@ -25,7 +25,6 @@ from cases import TEMPERATURE, samples
 from launch import REPO
 from megatron_fspo import config as options
 from megatron_fspo.config.correction import SequenceTIS, TokenTIS
-from megatron_fspo.mcore.nonfinite import suspects_of
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.mcore.startup import stop
@@ -133,7 +132,6 @@ def passes(policy: Policy, packs: Packs) -> dict[str, dict[str, int]]:
 
     scoring, groups, count = scoring_of(policy), policy.groups, len(samples())
     scores = counted("score", policy.score, packs, scoring)
-    counted("suspects", suspects_of, packs, scores, groups)
     shifted = [score - 0.01 for score in scores]
     packs = packs.with_columns(old_log_probs=shifted, reference_log_probs=shifted)
     alarm = MismatchAlarm(

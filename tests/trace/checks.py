@@ -45,7 +45,6 @@ ALLOWED = [
     # Of megatron-core 0.16.
     Sync("update", "distributed/finalize_model_grads.py", "finalize_model_grads", "item", _STEP, step=2),
     Sync("update", "optimizer/clip_grads.py", "get_grad_norm_fp32", "item", _STEP, step=1),
-    Sync("old pass", "mcore/nonfinite.py", "suspects_of", "tolist", _PASS, step=1),
     Sync("old pass", "parallel/groups.py", "sum_metrics", "tolist", _PASS, step=1),
     Sync("old pass", "trainer/begin.py", "make_alarm", "pageable copy", _PASS, step=1),
     Sync("old pass", "trainer/mismatch.py", "measure", "tolist", _PASS, step=1),

@@ -6,7 +6,7 @@ nonfinite_worker.py OUT.json
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,14 +22,11 @@ from megatron_fspo.errors import TrainingError
 from megatron_fspo.losses import FSPOLoss
 from megatron_fspo.mcore import policy_loss
 from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.nonfinite import suspects_of
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.packing.batch import MicroBatch
-from megatron_fspo.parallel.groups import gather_lists
-from megatron_fspo.trainer import rollout as rollout_module
-from megatron_fspo.trainer.optimize import Step, _update, drop_culprits
-from megatron_fspo.trainer.rollout import Rollout, layout_of, make_mini_batches, with_advantages
+from megatron_fspo.trainer.optimize import Step, _update
+from megatron_fspo.trainer.rollout import layout_of, make_mini_batches, with_advantages
 from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import SMALL, random_weights, with_layers
 from megatron_fspo.verify.layouts import parse_layout
@@ -43,9 +40,8 @@ LOSS = FSPOLoss(c_low=0.05, c_high=0.05, max_nonfinite_share=0.3)
 class Fault:
     """NaN in the output of the first layer, or in its gradient, where tokens of some responses are next."""
 
-    def __init__(self, samples: Sequence[int], *, backward: bool = False, once: bool = False) -> None:
-        self.samples, self.backward, self.once = samples, backward, once
-        self.over = False
+    def __init__(self, samples: Sequence[int], *, backward: bool = False) -> None:
+        self.samples, self.backward = samples, backward
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -78,9 +74,6 @@ class Fault:
             if hidden.requires_grad:
                 hidden.register_hook(lambda grad: torch.where(here[:, None, None], float("nan"), grad))
             return out
-        if self.once and (self.over or not torch.is_grad_enabled()):
-            return out
-        self.over = self.over or bool(rows)
         # As a product: the gradient of the token is NaN, too, whatever comes from behind.
         return (hidden * torch.where(here, float("nan"), 1.0).to(hidden)[:, None, None], *rest)
 
@@ -114,23 +107,19 @@ class Situation:
             scoring=scoring(policy),
             loss=LOSS.start(longest=100),
             layout=layout_of(config, self.arch, self.groups, self.backend),
-            log=SimpleNamespace(say=said.append),
+            log=SimpleNamespace(say=said.append, warn=lambda _, text: said.append(text)),
             said=said,
+            norms=[],
+            skips_in_a_row=0,
             step=2,
         )
 
-    def step(self, run: Any, dropped: Sequence[int] = ()) -> Step:
+    def step(self, run: Any) -> Step:
         """Nine prompts with three responses each, in three mini-batches; all but the empty one in packs."""
         rollout, _ = rollout_and_completions(run.policy)
         pattern = torch.tensor([1.0, -0.5, -1.5]).expand(len(rollout.prompts), -1)
         rollout = with_advantages(rollout, pattern)
-        left_out = rollout_module.left_out
-
-        def also_dropped(config: Any, rollout: Rollout) -> Tensor:
-            return left_out(config, rollout, dropped)
-
-        with mock.patch.object(rollout_module, "left_out", also_dropped):
-            packs, sizes = make_mini_batches(run.inputs.config, rollout, self.groups, run.layout)
+        packs, sizes = make_mini_batches(run.inputs.config, rollout, self.groups, run.layout)
         old = moved(packs, run.policy.score(packs, run.scoring), seed=0)
         packs = packs.with_columns(old_log_probs=old)
         return Step(rollout=rollout, packs=packs, sizes=sizes, metrics={}, warm=True)
@@ -188,50 +177,29 @@ def refused(situation: Situation) -> dict[str, Any]:
     return {"raised": raised, "untouched": untouched(before, run.policy) and same}
 
 
-def stepped(situation: Situation, fault: Fault | None, dropped: Sequence[int] = ()) -> dict[str, Any]:
-    """The first optimizer step of a rollout, with a fault, or with packs that never had some responses."""
+def stepped(situation: Situation, fault: Fault) -> dict[str, Any]:
+    """Two optimizer steps of a rollout, the first one with a fault."""
     run = situation.run()
-    step = situation.step(run, dropped)
+    step = situation.step(run)
     before = weights_of(run.policy)
     try:
-        with fault() if fault else nullcontext():
+        with fault():
             update, records = _update(run, step)
     except TrainingError as error:
         same = untouched(before, run.policy)
         return {"raised": str(error), "untouched": same, "said": run.said}
-    totals = step.packs_of(step.turn).totals
+    same = untouched(before, run.policy)
+    step.updates.append(update)
+    following, _ = _update(run, step)
     return {
-        "grad_norm": update.grad_norm,
-        "metrics": update.metrics,
-        "sums": {record.sample: record.log_ratio_sum for record in records},
+        "skipped": [update.skipped, following.skipped],
+        "broken": sorted(record.sample for record in records if record.nonfinite),
         "nonfinite": step.nonfinite,
         "said": run.said,
-        "dropped": [record.sample for record in step.dropped],
-        "totals": [totals.num_sequences, totals.num_tokens, totals.packed_tokens],
+        "in a row": run.skips_in_a_row,
+        "untouched": same,
         "moved": not untouched(before, run.policy),
         "finite": all(tensor.isfinite().all().item() for tensor in weights_of(run.policy)),
-    }
-
-
-def old_pass(situation: Situation) -> dict[str, Any]:
-    """The pass before the first update, with the fault in it and in the update."""
-    run = situation.run()
-    step = situation.step(run)
-    with Fault([CULPRIT])():
-        step.packs = step.packs.with_columns(old_log_probs=run.policy.score(step.packs, run.scoring))
-        suspects = suspects_of(step.packs, step.packs.columns["old_log_probs"], run.groups)
-        found = drop_culprits(run, step, step.packs, suspects)
-        step.packs = step.packs.with_columns(old_log_probs=run.policy.score(step.packs, run.scoring))
-        said = len(run.said)
-        _, records = _update(run, step)
-    return {
-        "found": found,
-        "said": [said, len(run.said)],
-        "nonfinite": step.nonfinite,
-        "largest S": max(abs(record.log_ratio_sum) for record in records),
-        "in packs": sorted(
-            gather_lists([n for b in step.packs for n in b.sample_index.tolist()], group=run.groups.dp)
-        ),
     }
 
 
@@ -241,12 +209,9 @@ def found_in(layout_name: str) -> dict[str, Any]:
     found = {
         "scoring": scoring_with_a_fault(situation),
         "refused": refused(situation),
-        "without": stepped(situation, None, [CULPRIT]),
-        "dropped": stepped(situation, Fault([CULPRIT])),
-        "once": stepped(situation, Fault([CULPRIT], once=True)),
+        "one": stepped(situation, Fault([CULPRIT])),
         "many": stepped(situation, Fault(MANY)),
         "backward": stepped(situation, Fault([CULPRIT], backward=True)),
-        "old pass": old_pass(situation),
     }
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections import deque
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from configs import make_config
 from launch import why
+from megatron_fspo.errors import TrainingError
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.trainer.optimize import is_to_be_skipped
 from runs import faulty, rows
@@ -25,13 +27,13 @@ WORDS = (
 
 
 def skipped(run: Any, norm: float) -> bool:
-    return is_to_be_skipped(run, mock.Mock(updates=[]), {}, norm)
+    return is_to_be_skipped(run, mock.Mock(updates=[], metrics={}), {}, norm, [])
 
 
 def make(**options: Any) -> Any:
     """A run that has taken nine optimizer steps."""
     config = make_config(Path(), optimizer={"skip_norm_ratio": 10.0, "skip_window": 9, **options})
-    run = mock.Mock(step=4, skips_in_a_row=0, norms=deque[float](maxlen=9))
+    run = mock.Mock(step=4, skips_in_a_row=0, norms=deque[float](maxlen=9), timings={})
     run.inputs.config, run.inputs.backend = config, choose_backend("cpu")
     for norm in (1.0, 2.0, 0.0, 3.0, 2.0, 2.0, 2.0, 1e9, 2.0, 2.0):
         assert not skipped(run, norm), "too few are known"
@@ -49,6 +51,19 @@ def test_more_than_so_many_times_the_median_is_a_spike(job: None) -> None:
 
 def test_off_unless_asked_for(job: None) -> None:
     assert not skipped(make(skip_norm_ratio=None), 1e9)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_whatever_the_ratio(job: None) -> None:
+    for ratio in (None, 10.0):
+        run = make(skip_norm_ratio=ratio)
+        norms = list(run.norms)
+        assert skipped(run, math.nan) and skipped(run, math.nan) and run.skips_in_a_row == 2
+        assert list(run.norms) == norms, "the median is of finite ones"
+        assert "the gradient is not finite" in run.log.warn.call_args.args[1]
+        assert not skipped(run, 2.0) and run.skips_in_a_row == 0
+        run.skips_in_a_row = 3
+        with pytest.raises(TrainingError, match=r"skip 4 in a row; optimizer\.max_skips allows 3"):
+            skipped(run, math.nan)
 
 
 def train(folder: Path, name: str, steps: str, *extra: str) -> tuple[Any, list[Any]]:
@@ -74,7 +89,7 @@ def test_spikes_on_one_rank_are_skipped_by_all_and_end_the_run_across_a_resume(t
     assert result.returncode == 1
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("megatron-fspo: step 4")]
     assert line.startswith("megatron-fspo: step 4, optimizer step 1: the gradient norm is ")
-    assert "spike 3 in a row" in line and "optimizer.max_skips allows 2" in line
+    assert "skip 3 in a row" in line and "optimizer.max_skips allows 2" in line
     assert f"The last checkpoint is {tmp_path}/run/checkpoints/step_000003" in line
     assert rows(tmp_path, "run")[-1]["step"] == 4
 
