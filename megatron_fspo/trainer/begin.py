@@ -6,14 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.job.folder import newest_checkpoint
 from megatron_fspo.mcore.lora import without_adapters
-from megatron_fspo.mcore.policy_loss import Scoring
-from megatron_fspo.mcore.router import RouterPasses
 from megatron_fspo.packing.batch import Packs
 from megatron_fspo.parallel.groups import agreed, means
 from megatron_fspo.rewards import tally
@@ -265,7 +262,7 @@ def score_old(run: Training, step: Step) -> None:
         progress(len(step.packs))
     alarm = make_alarm(run, step.rollout)
     mismatch = measure(step.packs, len(step.rollout), group=run.groups.dp_cp, also=alarm.add)
-    alarmed, text = alarm.check(step.packs)
+    alarmed, text = alarm.check()
     if text is not None:
         run.log.warn("sampler and trainer differ", f"step {run.step + 1}: {text}")
     step.metrics |= mismatch.metrics | alarmed
@@ -280,34 +277,22 @@ def score_old(run: Training, step: Step) -> None:
 
 def old_pass(run: Training, step: Step) -> Packs:
     """Score the packs; return them with old log-probs and, for a mixture of experts, routes. Collective."""
-    scores, passes = score(run, step.packs, run.scoring)
-    packs = step.packs.with_columns(old_log_probs=scores)
+    packs, passes = run.policy.with_routers(step.packs, replay=run.inputs.config.moe.replay == "rollout")
+    packs = step.packs.with_columns(old_log_probs=run.policy.score(packs, run.scoring))
     if passes is None:
         return packs
     step.old_report = passes.report()
     return packs.with_columns(routes=passes.routes())
 
 
-def score(run: Training, packs: Packs, scoring: Scoring) -> tuple[list[Tensor], RouterPasses | None]:
-    """Return the policy's log-probs, with the sampler's routes if the run replays them. Collective."""
-    packs, passes = run.policy.with_routers(packs, replay=run.inputs.config.moe.replay == "rollout")
-    return run.policy.score(packs, scoring), passes
-
-
 def make_alarm(run: Training, responses: Rollout) -> MismatchAlarm:
     """Return the alarm for these responses; its default limit depends on the precision."""
-    rollout, parallel = run.inputs.config.rollout, run.inputs.config.parallel
+    rollout = run.inputs.config.rollout
     usual = FP8_LIMIT if run.inputs.config.fp8.recipe != "none" else LIMIT[run.inputs.dtype]
     return MismatchAlarm(
         fresh=responses.fresh_from(run.step).to(run.inputs.backend.device),
         version=run.step,
-        temperature=rollout.temperature,
         top_p=rollout.top_p,
         limit=rollout.mismatch_limit or usual,
-        rescore=lambda packs, temperature: score(run, packs, replace(run.scoring, temperature=temperature))[
-            0
-        ],
-        # The interleaved schedule needs a multiple of the pipeline size.
-        probe=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
         groups=run.groups,
     )

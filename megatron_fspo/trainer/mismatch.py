@@ -1,26 +1,23 @@
-"""The mismatch Δ = log π_trainer − log π_sampler of the sampled tokens, and an alarm that names its cause.
+"""The mismatch Δ = log π_trainer − log π_sampler of the sampled tokens, and an alarm.
 
 Different kernels and precisions cause small noise in Δ, whose sum over a response spreads as √L, like S. For
 responses from older weights, Δ also contains the weight updates since. A bias or much more noise is an error.
-The alarm checks only tokens from the trainer's current weights. It distinguishes these causes:
-
-* log-probs before the temperature, or at another one: the difference vanishes if scored at that temperature;
-* a cut vocabulary (top-p, top-k), renormalised: Δ is the log of the kept probability, so never above 0;
-* otherwise: other weights than claimed, or other kernels.
+The alarm checks only tokens from the trainer's current weights. It recognises a cut vocabulary (top-p,
+top-k), renormalised: Δ is then the log of the kept probability, so never above 0.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fspo.objective.calibration import sigma_hat
-from megatron_fspo.packing.batch import MicroBatch, Packs
+from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.groups import ParallelGroups, gather_lists, means, of_first_rank, sum_metrics
 from megatron_fspo.parallel.segments import ExactSums
 
@@ -39,8 +36,6 @@ _LEAST_KEPT = 0.5
 """Assumed least probability that an unrequested top-p or top-k cut keeps; hardly any token keeps less."""
 _EXCEPTIONS = 0.01
 """Share of tokens that noise may move out of the range of a cut vocabulary."""
-_PASSES = 6
-"""Maximum number of passes in the search for another temperature."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +164,7 @@ class Gap:
 
 @dataclass(kw_only=True)
 class MismatchAlarm:
-    """Checks the mean |Δ| over tokens from the current weights, and diagnoses the cause if it is too large.
+    """Checks the mean |Δ| over tokens from the current weights.
 
     Call :meth:`add` with every micro-batch, then :meth:`check`.
     """
@@ -179,14 +174,9 @@ class MismatchAlarm:
     device of the micro-batches."""
     version: int
     """Version of the current weights."""
-    temperature: float
     top_p: float
     limit: float
     """Largest accepted mean |Δ|, nats."""
-    rescore: Callable[[Packs, float], list[Tensor]]
-    """Returns log-probs [t] of micro-batches at another temperature. Collective."""
-    probe: int
-    """Number of this rank's micro-batches, from the first, to score again."""
     groups: ParallelGroups
 
     _added: list[Tensor] = field(init=False, default_factory=list)
@@ -202,88 +192,32 @@ class MismatchAlarm:
             torch.stack([size.sum(), *(x.sum().double() for x in (beyond, used)), size.amax()])
         )
 
-    def check(self, batches: Packs) -> tuple[dict[str, float], str | None]:
-        """Check the rollout; on a mismatch, score a few micro-batches again to find its cause. Collective.
+    def check(self) -> tuple[dict[str, float], str | None]:
+        """Check the rollout. Collective.
 
         Returns ``rollout/mismatch_alarm``: 1 or 0, NaN if no token is from the current weights; and if it is
-        1, a warning with the likeliest cause, else None. ``batches`` are all that were added.
+        1, a warning with likely causes, else None.
         """
         gap = self._gap()
         if not gap.tokens:
             return {"rollout/mismatch_alarm": math.nan}, None
         if gap.mean <= self.limit:
             return {"rollout/mismatch_alarm": 0.0}, None
+        cause = (
+            "log-probs before the temperature (a server without --logprobs-mode processed_logprobs) or at "
+            "another one, other weights than claimed (see rollout/canary_abs_diff), or other kernels"
+        )
+        if gap.beyond <= _EXCEPTIONS:
+            why = "but rollout.top_p is 1: check the server's sampling defaults"
+            if self.top_p < 1:
+                why = f"expected with rollout.top_p = {self.top_p:g}, as the old pass does not apply the cut"
+            cause = f"a vocabulary cut by top-p or top-k, and log-probs renormalised over the rest; {why}"
         text = (
             f"sampler and trainer differ by {gap.mean:.2g} nats per token (at most {gap.largest:.2g}) over "
             f"{gap.tokens:,} tokens of the current weights, version {self.version}; "
-            f"rollout.mismatch_limit is {self.limit:g}. "
-            f"Likeliest cause: {self._cause(batches[: self.probe], gap)}"
+            f"rollout.mismatch_limit is {self.limit:g}. Likely cause: {cause}"
         )
         return {"rollout/mismatch_alarm": 1.0}, text
-
-    def _cause(self, batches: Packs, gap: Gap) -> str:
-        """Return the likeliest cause of the gap, with its evidence. Collective."""
-        other = self._other_temperature(batches)
-        if other is not None:
-            what = (
-                "log-probs before the temperature (a server without --logprobs-mode processed_logprobs), or "
-                "a sampler that ignores it"
-                if other == 1
-                else "another temperature"
-            )
-            return (
-                f"{what}: scored at {other:.3g} instead of rollout.temperature = {self.temperature:g}, the "
-                "difference vanishes"
-            )
-        if gap.beyond <= _EXCEPTIONS:
-            why = (
-                f"expected with rollout.top_p = {self.top_p:g}, as the old pass does not apply the cut"
-                if self.top_p < 1
-                else "but rollout.top_p is 1: check the server's sampling defaults"
-            )
-            return f"a vocabulary cut by top-p or top-k, and log-probs renormalised over the rest; {why}"
-        return (
-            "other weights than claimed, or other kernels: neither another temperature nor a cut vocabulary "
-            "explains it (see rollout/canary_abs_diff)"
-        )
-
-    def _other_temperature(self, batches: Packs) -> float | None:
-        """Find a temperature at which the difference vanishes, trying 1 first; None if none does. Collective.
-
-        Log-probs are smooth in β = 1/T: Gauss-Newton on Σ Δ², with the derivative from the last two passes.
-        """
-        scores = [batch.old_log_probs for batch in batches if batch.old_log_probs is not None]
-        # Within the limit, and at most a quarter of the original difference.
-        enough = min(self.limit, self._mean(batches, scores) / 4)
-        beta = 1 / self.temperature
-        following = 1.0 if beta != 1 else 0.9
-        for _ in range(_PASSES):
-            before, before_scores = beta, scores
-            beta = following
-            scores = self.rescore(batches, 1 / beta)
-            if self._mean(batches, scores) <= enough:
-                return 1 / beta
-            totals = scores[0].new_zeros(2, dtype=torch.float64)
-            for batch, old, new in zip(batches, before_scores, scores, strict=True):
-                delta = token_deltas(batch, new)
-                slope = (new.double() - old.double()) / (beta - before)
-                used = self._chosen(batch) & delta.isfinite() & slope.isfinite()
-                slope, delta = (torch.where(used, x, 0.0) for x in (slope, delta))
-                totals += torch.stack([(slope * delta).sum(), slope.square().sum()])
-            up, down = self._summed(totals)
-            step = -up / down if down > 0 else 0.0
-            # Bound the step, in case the derivative is wrong.
-            following = min(max(beta + step, beta / 3), beta * 3)
-            if not abs(following - beta) > 1e-9:
-                return None
-        return None
-
-    def _mean(self, batches: Sequence[MicroBatch], scores: Sequence[Tensor]) -> float:
-        """Return the mean |Δ| of the micro-batches with ``scores`` as old log-probs. Collective."""
-        again = replace(self)
-        for batch, score in zip(batches, scores, strict=True):
-            again.add(batch, token_deltas(batch, score))
-        return again._gap().mean
 
     def _gap(self) -> Gap:
         """Return the statistics over all ranks. Collective."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cases import TEMPERATURE, samples
+from cases import samples
 from launch import REPO
 from megatron_fspo import config as options
 from megatron_fspo.config.correction import SequenceTIS, TokenTIS
@@ -137,15 +137,12 @@ def passes(policy: Policy, packs: Packs) -> dict[str, dict[str, int]]:
     alarm = MismatchAlarm(
         fresh=torch.zeros(count, dtype=torch.long),
         version=0,
-        temperature=TEMPERATURE,
         top_p=1.0,
         limit=100.0,
-        rescore=lambda batches, _: policy.score(batches, scoring),
-        probe=1,
         groups=groups,
     )
     mismatch = counted("mismatch", measure, packs, count, group=groups.dp_cp, also=alarm.add)
-    counted("alarm", alarm.check, packs)
+    counted("alarm", alarm.check)
     for rule in (TokenTIS(), SequenceTIS()):
         corrected, _ = counted(rule.name, correct, rule, packs, mismatch, groups=groups)
     for name, section in LOSSES.items():

@@ -32,7 +32,7 @@ def test_the_cause_is_named(said: dict[str, Any], situation: str) -> None:
     if cause is None:
         assert text is None
     else:
-        assert f"Likeliest cause: {cause}" in text and "\n" not in text
+        assert f"Likely cause: {cause}" in text and "\n" not in text
         assert "tokens of the current weights, version 5; rollout.mismatch_limit is " in text
 
 

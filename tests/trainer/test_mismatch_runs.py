@@ -80,12 +80,12 @@ def test_the_log_has_alarms_and_what_a_correction_leaves(done: Done) -> None:
     assert unknown({name for row, _ in done.values() for name in row}) == []
     for name in ("plain", "gate"):
         row, out = done[name]
-        assert row["rollout/mismatch_alarm"] == 0 and "Likeliest cause" not in out
+        assert row["rollout/mismatch_alarm"] == 0 and "Likely cause" not in out
         little = [line for line in out.splitlines() if "responses a mean weight of" in line]
         assert len(little) == (name == "gate") and all("correction.c = " in line for line in little)
     row, out = done["top-p"]
     assert row["rollout/mismatch_alarm"] == 1
-    (line,) = [line for line in out.splitlines() if "Likeliest cause" in line]
+    (line,) = [line for line in out.splitlines() if "Likely cause" in line]
     assert line.startswith("step 1: sampler and trainer differ by ") and "rollout.top_p = 0.6" in line
 
 
