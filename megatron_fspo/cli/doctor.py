@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.rollout.common import KEY_VARIABLE
 
 if TYPE_CHECKING:
     from megatron_fspo.config import Config
@@ -81,11 +80,9 @@ def examine(config: Config | None = None) -> dict[str, Any]:
         "use": {},
         "transformer engine": {},
         "ports": {
-            "store and gloo": "127.0.0.1 for --nproc; else the interface of MASTER_ADDR, with no password; "
-            "torchrun without the launch script: all interfaces, or gloo's GLOO_SOCKET_IFNAME",
-            "NCCL": os.environ.get("NCCL_SOCKET_IFNAME", "its own choice, as NCCL_SOCKET_IFNAME is not set"),
-            "vLLM servers": f"127.0.0.1, or --host with {KEY_VARIABLE}, which is "
-            + ("set" if os.environ.get(KEY_VARIABLE) else "not set"),
+            "store and gloo": "--nproc: 127.0.0.1; launch script: MASTER_ADDR; torchrun: all (no password)",
+            "NCCL": os.environ.get("NCCL_SOCKET_IFNAME", "its own choice: NCCL_SOCKET_IFNAME is not set"),
+            "vLLM servers": "127.0.0.1, or --host with VLLM_API_KEY",
         },
         "missing": ["install the packages above, then run `megatron-fspo doctor` again"],
         "required": required,

@@ -1,8 +1,8 @@
 """Where the ranks of a job meet: at one address, and without running what others write there.
 
-torchrun's own stores listen on all interfaces, and its agents unpickle what anyone writes into them. These
-listen on the address of ``--rdzv-endpoint`` only, and agents accept no types but those of their state. gloo
-listens on the same interface. There is no password: whoever reaches a store can still end the job.
+torchrun's own stores listen on all interfaces, and its agents unpickle what anyone writes there. These listen
+on the address of ``--rdzv-endpoint`` only, as does gloo, and agents accept no types but those of their state.
+There is no password: whoever reaches a store can still end the job.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from megatron_fspo.weights.safe_pickle import Unpickler
 
 BACKEND = "one_address"
 _TIMEOUT = timedelta(seconds=60)
-_PORT = 29500
 _TYPES = {
     *((dynamic_rendezvous.__name__, name) for name in ("_RendezvousState", "_NodeDesc")),
     *(("datetime", name) for name in ("datetime", "timedelta", "timezone")),
@@ -56,7 +55,7 @@ def meet(params: RendezvousParameters) -> RendezvousHandler:
         InputError: node 0 cannot listen at the endpoint, or would listen where other nodes do not reach it.
         TrainingError: node 0 does not answer.
     """
-    host, port = parse_rendezvous_endpoint(params.endpoint, default_port=_PORT)
+    host, port = parse_rendezvous_endpoint(params.endpoint, default_port=29500)
     try:
         if params.get_as_bool("is_host", params.max_nodes == 1):
             store = host_store(host, port, timeout=_TIMEOUT)

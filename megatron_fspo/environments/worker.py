@@ -60,15 +60,12 @@ def fields_of(name: str, said: Any) -> dict[str, Any]:
             fields = {"reward": said}
     for key, value in fields.items():
         if not isinstance(value, _TYPES.get(key, ())) or (key == "reward" and isinstance(value, bool)):
-            legal = ", ".join(f"{one} ({getattr(types, '__name__', types)})" for one, types in _TYPES.items())
             raise TypeError(
-                f"{name} returned {key} = {value!r:.200}; legal are text, a number, null, or {legal}"
+                f"{name} returned {key} = {value!r:.99}, not text, a number, null or an Observation"
             )
     observed = Observation(**fields)
     if observed.reward is not None and (not math.isfinite(observed.reward) or observed.text is not None):
-        raise ValueError(
-            f"{name} returned the reward {observed.reward}: finite, at the end only (without text)"
-        )
+        raise ValueError(f"{name} returned the reward {observed.reward}: must be finite, and without a text")
     reward = None if observed.reward is None else float(observed.reward)
     # Lone surrogates have no UTF-8 encoding, and so no tokens.
     text = None if observed.text is None else observed.text[:_LONGEST].encode("utf-8", "replace").decode()

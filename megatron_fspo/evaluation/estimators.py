@@ -79,8 +79,3 @@ def _drawn(count: int, k: int, n: int) -> Array:
     """P(Binomial(count, k/n) = i) for i = 0 … min(count, k), correctly rounded."""
     ways = [math.comb(count, i) * k**i * (n - k) ** (count - i) for i in range(min(count, k) + 1)]
     return np.array([number / n**count for number in ways])
-
-
-def powers_of_two(n: int) -> list[int]:
-    """Return 1, 2, 4, … up to n, and n: the values of k for pass@k and maj@k in a table."""
-    return sorted({2**i for i in range(n.bit_length())} | {n})

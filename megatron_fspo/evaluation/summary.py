@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.evaluation.estimators import Array, majority_at, pass_at, powers_of_two
+from megatron_fspo.evaluation.estimators import Array, majority_at, pass_at
 from megatron_fspo.evaluation.intervals import Estimate, interval_of_means
 from megatron_fspo.evaluation.records import Problem, Record, SavedEvaluation
 
@@ -63,7 +63,7 @@ def _quantities(problems: Sequence[Sequence[Record]]) -> Quantities:
     answers = [[record.answer for record in rows] for rows in problems]
     right = [sum(score >= 1 for score in row) for row in scores]
     figures: dict[str, list[float]] = {"mean": [sum(row) / n for row in scores]}
-    ks = powers_of_two(n)
+    ks = sorted({2**i for i in range(n.bit_length())} | {n})
     figures |= {f"pass@{k}": [pass_at(k, n, c) for c in right] for k in ks}
     figures |= {f"maj@{k}": [majority_at(k, *pair) for pair in zip(answers, scores, strict=True)] for k in ks}
     figures["length"] = [sum(record.tokens for record in rows) / n for rows in problems]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_fspo.config import Config
-from megatron_fspo.config.loading import save_config
 from megatron_fspo.errors import InputError
 from megatron_fspo.job.lock import LOCK, Owner, check_not_held
 
@@ -125,9 +124,3 @@ def put_aside(damaged: Path) -> Path:
     if aside.exists():
         shutil.rmtree(aside)
     return damaged.rename(aside)
-
-
-def write_config(config: Config) -> None:
-    """Write ``config.toml`` into the run folder."""
-    config.run_folder.mkdir(parents=True, exist_ok=True)
-    save_config(config, config.run_folder / "config.toml")

@@ -98,7 +98,6 @@ class Threads:
             self._queue.put(None)
 
     def join(self) -> None:
-        """Wait for running calls to end, as they do at once if their worker was killed."""
         for thread in self._threads:
             thread.join(_KILL_SECONDS)
 

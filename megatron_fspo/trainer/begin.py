@@ -11,7 +11,6 @@ from megatron_fspo.config import Config
 from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.job.folder import newest_checkpoint
 from megatron_fspo.mcore.lora import without_adapters
-from megatron_fspo.packing.batch import Packs
 from megatron_fspo.parallel.groups import agreed, means
 from megatron_fspo.rewards import tally
 from megatron_fspo.trainer.build import Training
@@ -258,7 +257,12 @@ def score_old(run: Training, step: Step) -> None:
     """Score the step's packs before the first update, and compare the log-probs with the sampler's. Adds old
     log-probs and rollout weights to the packs, and metrics of mismatch and correction. Collective."""
     with run.log.phase("old_log_prob", len(step.packs), "pack", run.timings) as progress:
-        step.packs = old_pass(run, step)
+        replay = run.inputs.config.moe.replay == "rollout"
+        packs, passes = run.policy.with_routers(step.packs, replay=replay)
+        step.packs = step.packs.with_columns(old_log_probs=run.policy.score(packs, run.scoring))
+        if passes is not None:
+            step.old_report = passes.report()
+            step.packs = step.packs.with_columns(routes=passes.routes())
         progress(len(step.packs))
     alarm = make_alarm(run, step.rollout)
     mismatch = measure(step.packs, len(step.rollout), group=run.groups.dp_cp, also=alarm.add)
@@ -273,16 +277,6 @@ def score_old(run: Training, step: Step) -> None:
     step.metrics |= corrected
     if (text := little_is_left(rule, step.metrics)) is not None:
         run.log.remind("correction", run.step + 1, text)
-
-
-def old_pass(run: Training, step: Step) -> Packs:
-    """Score the packs; return them with old log-probs and, for a mixture of experts, routes. Collective."""
-    packs, passes = run.policy.with_routers(step.packs, replay=run.inputs.config.moe.replay == "rollout")
-    packs = step.packs.with_columns(old_log_probs=run.policy.score(packs, run.scoring))
-    if passes is None:
-        return packs
-    step.old_report = passes.report()
-    return packs.with_columns(routes=passes.routes())
 
 
 def make_alarm(run: Training, responses: Rollout) -> MismatchAlarm:

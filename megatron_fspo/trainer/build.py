@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fspo.config import Config
-from megatron_fspo.config.loading import config_changes
+from megatron_fspo.config.loading import config_changes, save_config
 from megatron_fspo.data.cursor import PromptCursor, mixture
 from megatron_fspo.errors import InputError
-from megatron_fspo.job.folder import checkpoint_folder, put_aside, remove_old_checkpoints, write_config
+from megatron_fspo.job.folder import checkpoint_folder, put_aside, remove_old_checkpoints
 from megatron_fspo.losses import LossState
 from megatron_fspo.mcore.checkpoint import Saving, begin_save, load_checkpoint
 from megatron_fspo.mcore.decode import Decoder
@@ -269,7 +269,7 @@ def _open_folder(
     changes = config_changes(config)
     config.run_folder.mkdir(parents=True, exist_ok=True)
     log = RunLog(config, writer=True, resume_step=step)
-    write_config(config)
+    save_config(config, config.run_folder / "config.toml")
     for checkpoint, problem in zip(reversed(checkpoints), damaged, strict=False):
         log.say(f"{problem}. Renamed it to {put_aside(checkpoint).name}; continuing from the one before it")
     for note in config.loss.notes(

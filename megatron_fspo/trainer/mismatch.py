@@ -150,18 +150,6 @@ def outlier_share(sums: Tensor, lengths: Tensor, sigma: float) -> float:
     return (sums[known].abs() > limit).double().mean().item()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gap:
-    """Statistics of Δ over some tokens of all ranks; the same on every rank."""
-
-    tokens: int
-    mean: float
-    """Mean |Δ|; NaN without tokens."""
-    largest: float
-    beyond: float
-    """Share of tokens with Δ outside the range that a cut vocabulary can cause."""
-
-
 @dataclass(kw_only=True)
 class MismatchAlarm:
     """Checks the mean |Δ| over tokens from the current weights.
@@ -198,37 +186,28 @@ class MismatchAlarm:
         Returns ``rollout/mismatch_alarm``: 1 or 0, NaN if no token is from the current weights; and if it is
         1, a warning with likely causes, else None.
         """
-        gap = self._gap()
-        if not gap.tokens:
+        added = torch.stack(self._added)
+        total, beyond, count = self._summed(added[:, :3].sum(0))
+        if not count:
             return {"rollout/mismatch_alarm": math.nan}, None
-        if gap.mean <= self.limit:
+        if total / count <= self.limit:
             return {"rollout/mismatch_alarm": 0.0}, None
+        largest = max(gather_lists(added[:, 3].tolist(), group=self.groups.dp_cp))
         cause = (
             "log-probs before the temperature (a server without --logprobs-mode processed_logprobs) or at "
             "another one, other weights than claimed (see rollout/canary_abs_diff), or other kernels"
         )
-        if gap.beyond <= _EXCEPTIONS:
+        if beyond <= _EXCEPTIONS * count:
             why = "but rollout.top_p is 1: check the server's sampling defaults"
             if self.top_p < 1:
                 why = f"expected with rollout.top_p = {self.top_p:g}, as the old pass does not apply the cut"
             cause = f"a vocabulary cut by top-p or top-k, and log-probs renormalised over the rest; {why}"
         text = (
-            f"sampler and trainer differ by {gap.mean:.2g} nats per token (at most {gap.largest:.2g}) over "
-            f"{gap.tokens:,} tokens of the current weights, version {self.version}; "
+            f"sampler and trainer differ by {total / count:.2g} nats per token (at most {largest:.2g}) over "
+            f"{count:,.0f} tokens of the current weights, version {self.version}; "
             f"rollout.mismatch_limit is {self.limit:g}. Likely cause: {cause}"
         )
         return {"rollout/mismatch_alarm": 1.0}, text
-
-    def _gap(self) -> Gap:
-        """Return the statistics over all ranks. Collective."""
-        added = torch.stack(self._added)
-        total, beyond, count = self._summed(added[:, :3].sum(0))
-        return Gap(
-            tokens=int(count),
-            mean=total / count if count else math.nan,
-            largest=max(gather_lists(added[:, 3].tolist(), group=self.groups.dp_cp)),
-            beyond=beyond / count if count else math.nan,
-        )
 
     def _chosen(self, batch: MicroBatch) -> Tensor:
         """Return bool [t]: True for response tokens from the current weights."""

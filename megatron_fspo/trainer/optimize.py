@@ -135,9 +135,19 @@ def _update(run: Training, step: Step) -> tuple[Update, list[SequenceRecord]]:
     totals, records = _gradient(run, step, loss)
     grad_norm = run.policy.grad_norm()
     broken = [record for record in records if record.nonfinite]
-    if broken:
-        step.nonfinite += len(broken)
-        _check_share(run, step, broken)
+    step.nonfinite += len(broken)
+    for record in broken[:_NAMED]:
+        run.log.say(
+            f"step {run.step + 1}: dropped a sequence that is not finite: {step.rollout.name(record.sample)} "
+            f"(data-parallel rank {record.rank}, S = {record.log_ratio_sum}, L = {record.length})"
+        )
+    of = step.packs_of(step.turn).totals.num_sequences
+    if len(broken) > config.max_nonfinite_share * of:
+        raise TrainingError(
+            f"step {run.step + 1}: {len(broken)} of {of} sequences of one optimizer step are not finite; "
+            f"loss.max_nonfinite_share allows {config.max_nonfinite_share}. The weights are those before "
+            "it. Resume from the last checkpoint with a smaller optimizer.lr, or look for the cause."
+        )
     check_kl(run, step, totals)
     if is_to_be_skipped(run, step, totals, grad_norm, broken):
         return run.policy.skip(totals, grad_norm), records
@@ -179,24 +189,6 @@ def _routed(run: Training, packs: Packs) -> tuple[Packs, RouterPasses | None]:
     )
 
 
-def _check_share(run: Training, step: Step, broken: Sequence[SequenceRecord]) -> None:
-    """Name the non-finite sequences of an optimizer step. Raises ``TrainingError`` if they are more than
-    ``loss.max_nonfinite_share`` of it."""
-    for record in broken[:_NAMED]:
-        run.log.say(
-            f"step {run.step + 1}: dropped a sequence that is not finite: {step.rollout.name(record.sample)} "
-            f"(data-parallel rank {record.rank}, S = {record.log_ratio_sum}, L = {record.length})"
-        )
-    of, limit = step.packs_of(step.turn).totals.num_sequences, run.inputs.config.loss.max_nonfinite_share
-    if len(broken) > limit * of:
-        raise TrainingError(
-            f"step {run.step + 1}: {len(broken)} of {of} sequences of one optimizer step are not "
-            f"finite; loss.max_nonfinite_share allows {limit}. The weights are those before this "
-            "optimizer step. Resume from the last checkpoint with a smaller optimizer.lr, or look for the "
-            "cause of the non-finite logits."
-        )
-
-
 def check_kl(run: Training, step: Step, totals: Totals) -> None:
     """End the run if the policy is too far from the old policy to learn from the rollout. Collective.
 
@@ -233,11 +225,13 @@ def is_to_be_skipped(
     """
     options = run.inputs.config.optimizer
     usual = median(run.norms) if len(run.norms) >= FEWEST_NORMS else 0.0
-    finite = math.isfinite(grad_norm)
-    spike = finite and usual > 0 and grad_norm > (options.skip_norm_ratio or math.inf) * usual
-    if not any_rank(spike or not finite, device=run.inputs.backend.device):
+    finite, ratio = math.isfinite(grad_norm), options.skip_norm_ratio  # finite on all ranks or on none
+    spike = ratio is not None and any_rank(
+        finite and usual > 0 and grad_norm > ratio * usual, device=run.inputs.backend.device
+    )
+    if finite and not spike:
         run.skips_in_a_row = 0
-        if grad_norm > 0 and options.skip_norm_ratio:
+        if grad_norm > 0 and ratio is not None:
             run.norms.append(grad_norm)
         return False
     run.skips_in_a_row += 1

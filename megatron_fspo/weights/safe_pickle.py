@@ -46,8 +46,7 @@ _ALLOWED = {(module, name) for module, names in _MODULES.items() for name in nam
 
 
 class Unpickler(pickle.Unpickler):
-    """Reads a pickle of ``allowed`` types, pairs of module and name. Raises nearly anything if the pickle is
-    damaged, ``UnpicklingError`` if it has another type."""
+    """Reads a pickle of ``allowed`` (module, name) only; raises nearly anything if it is damaged."""
 
     def __init__(self, data: bytes, allowed: Container[tuple[str, str]]) -> None:
         super().__init__(io.BytesIO(data))

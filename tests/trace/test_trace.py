@@ -47,6 +47,17 @@ def test_a_step_does_what_the_tables_say(name: str) -> None:
     assert problems(lane()(asked), asked) == []
 
 
+def test_the_first_rank_receives_what_another_stage_exports() -> None:
+    """Twice: by the first rank of the job, and by that of the other stage, whose tensors they are."""
+    sent = []
+    for rank in (0, 4):
+        seen = lane()(request(**STAGES, rank=rank))
+        (one,) = (c for c in seen["collectives"] if c["site"]["function"] == "_from_stage")
+        sent.append((one["count"], one["sent"], one["largest"]))
+    # Eleven of its layer, the last norm and the output layer.
+    assert sent[0] == sent[1] and sent[0][0] == 11 + 2
+
+
 @pytest.mark.skipif(not os.environ.get(OLDER), reason=f"{OLDER} names no folder: `make test-fake-gpu`")
 @pytest.mark.parametrize("name", ["TP", "CP, DP", "EP", "PP, last", "VPP, first", "FP8 by block, colocated"])
 def test_the_same_with_the_older_megatron(name: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from configs import make_config
 from megatron_fspo.config import Config
-from megatron_fspo.config.loading import config_changes, load_config
+from megatron_fspo.config.loading import config_changes, load_config, save_config
 from megatron_fspo.errors import InputError
 from megatron_fspo.job.folder import (
     Resume,
@@ -21,7 +21,6 @@ from megatron_fspo.job.folder import (
     newest_checkpoint,
     put_aside,
     remove_old_checkpoints,
-    write_config,
 )
 from megatron_fspo.job.lock import FolderLock
 
@@ -120,7 +119,8 @@ def test_a_new_run_wants_an_empty_folder_and_auto_takes_any(tmp_path: Path) -> N
     assert checkpoints_to_resume(config, "no") == []
     config.run_folder.mkdir()
     assert checkpoints_to_resume(config, "no") == []
-    write_config(config)
+    config.run_folder.mkdir(parents=True, exist_ok=True)
+    save_config(config, config.run_folder / "config.toml")
     with pytest.raises(InputError, match=r"/one holds a run already: .*--resume.*run\.name"):
         checkpoints_to_resume(config, "no")
     assert checkpoints_to_resume(config, "auto") == []
@@ -164,7 +164,8 @@ def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_configuration_is_kept_and_changes_are_told(tmp_path: Path) -> None:
     first = make_config(tmp_path)
     assert config_changes(first) == []
-    write_config(first)
+    first.run_folder.mkdir(parents=True, exist_ok=True)
+    save_config(first, first.run_folder / "config.toml")
     assert load_config(tmp_path / "one/config.toml") == first
     assert config_changes(first) == []
     rloo = {"name": "rloo", "eps_low": 0.1}

@@ -23,6 +23,7 @@ class Seen(Protocol):
 
     memory: Memory
     totals: dict[str, tuple[float, float]]
+    headers: Iterator[Any]
 
     def sync(self, kind: str) -> None: ...
 
@@ -55,8 +56,10 @@ def replaced(watch: Seen) -> Iterator[None]:
     def gather_objects(out: list[Any], item: Any, group: Any = None) -> None:
         out[:] = [item] * len(out)
 
-    def broadcast_objects(box: list[Any], **_: Any) -> None:
+    def broadcast_objects(box: list[Any], src: int, **_: Any) -> None:
         box[:] = [dict(watch.totals) if item == {} else item for item in box]
+        if box == [None] and src != dist.get_rank():
+            box[:] = [next(watch.headers, None)]
 
     new: list[tuple[Any, str, Any]] = [
         (FakeTensor, "tolist", tolist),

@@ -3,7 +3,9 @@ weights for the servers, and memory lent to them."""
 
 from __future__ import annotations
 
+import re
 from collections import deque
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -95,6 +97,7 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
         facts: dict[str, Any] = {"micro_batches": len(step.packs)}
         del step
         run.policy.zero_gradients()
+        watch.headers = _headers(arch, config.parallel.pipeline, groups.pp.rank(), run.inputs.dtype)
         with watch.during("weights"):  # what their sender does, up to the sending
             bucket: Bucket = ()
             for bucket in in_buckets(hf_tensors(run.policy)):  # the one before is on its way meanwhile
@@ -111,6 +114,19 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
                 memory.hold(weights=True, rest=True)
     names = ("tp", "cp", "dp", "dp_cp", "pp", "ep", "edp")
     return facts | {"groups": {name: dist.get_process_group_ranks(getattr(groups, name)) for name in names}}
+
+
+def _headers(arch: Architecture, stages: int, mine: int, dtype: torch.dtype) -> Iterator[Any]:
+    """Yield what the other pipeline stages announce of their weights, by evenly divided layers."""
+    for stage in (one for one in range(1, stages) if one != mine):
+        for name, shape in expected_hf_shapes(arch).items():
+            layer = re.match(r"model\.layers\.(\d+)\.", name)
+            place = (
+                int(layer[1]) * stages // arch.num_layers if layer else (stages - 1) * ("embed" not in name)
+            )
+            if place == stage:
+                yield name, torch.Size(shape), dtype
+        yield None
 
 
 def _training(

@@ -50,6 +50,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.incoming: dict[tuple[torch.dtype, tuple[int, ...]], Tensor] = {}
         """Type and shape → what another rank sends of that kind, such as the shape of what it will send."""
         self.totals: dict[str, tuple[float, float]] = {}
+        self.headers: Iterator[Any] = iter(())
         """The metrics that the last pipeline stage tells the others."""
         self._unfinished: dict[int, Site] = {}
 

@@ -73,10 +73,6 @@ def _next_turn(request: CompletionRequest, trajectory: Trajectory) -> Completion
     )
 
 
-async def _always(server: Server) -> bool:
-    return True
-
-
 @dataclass(eq=False)
 class Pool:
     """Distributes requests over servers.
@@ -93,7 +89,7 @@ class Pool:
     """Maximum number of open requests per server."""
     vocab_size: int
     """Vocabulary size of the model. Token ids outside it would kill a server, so they are refused here."""
-    admit: Admit = _always
+    admit: Admit | None = None
     recovery_seconds: float = 600.0
     """How long to wait for a server when none is up."""
     request_seconds: float = 1800.0
@@ -372,7 +368,7 @@ class Pool:
         while True:
             if await slot.server.healthy():
                 try:
-                    if await self.admit(slot.server):
+                    if self.admit is None or await self.admit(slot.server):
                         break
                     wait = min(2 * wait, 64 * self.probe_seconds)
                 except ServerLost as error:
