@@ -28,6 +28,13 @@ _MODULES = {
 """Extra ("" for required packages) → package → module: the dependencies in pyproject.toml."""
 
 
+_PORTS = {
+    "store and gloo": "--nproc: 127.0.0.1; launch script: MASTER_ADDR; torchrun: all (no password)",
+    "NCCL": "NCCL_SOCKET_IFNAME, or its own choice",
+    "vLLM servers": "127.0.0.1, or --host with VLLM_API_KEY",
+}
+
+
 def is_required(module: str | None) -> bool:
     """Return True if the module belongs to a dependency of ours, required or of an extra."""
     return any(_top(module) in modules.values() for modules in _MODULES.values())
@@ -79,11 +86,7 @@ def examine(config: Config | None = None) -> dict[str, Any]:
         "gpus": [],
         "use": {},
         "transformer engine": {},
-        "ports": {
-            "store and gloo": "--nproc: 127.0.0.1; launch script: MASTER_ADDR; torchrun: all (no password)",
-            "NCCL": os.environ.get("NCCL_SOCKET_IFNAME", "its own choice: NCCL_SOCKET_IFNAME is not set"),
-            "vLLM servers": "127.0.0.1, or --host with VLLM_API_KEY",
-        },
+        "ports": _PORTS,
         "missing": ["install the packages above, then run `megatron-fspo doctor` again"],
         "required": required,
     }

@@ -61,8 +61,7 @@ def meet(params: RendezvousParameters) -> RendezvousHandler:
             store = host_store(host, port, timeout=_TIMEOUT)
             address = store.host
             if params.max_nodes > 1 and is_loopback(address) and not is_loopback(host):
-                why = f"{host} is {address} here, which other nodes do not reach: name its address instead"
-                raise InputError(f"MASTER_ADDR: {why}")
+                raise InputError(f"MASTER_ADDR: {host} is {address} here, which no other node reaches")
         else:
             store = TCPStore(host, port, timeout=_TIMEOUT)
             address = address_towards(host, port)

@@ -38,7 +38,7 @@ class Environment(Section):
     workers: PositiveInt = Field(4, description="environment processes per data-parallel rank")
     seconds: PositiveFloat = Field(10.0, description="timeout of an answer; kills its worker or agent")
     variables: tuple[str, ...] = Field(
-        (), description="environment variables that tools and agents get beside `PATH`, `HOME` and the like"
+        (), description="environment variables for tools and agents, beside `PATH` and the like"
     )
     memory_gb: PositiveFloat = Field(1.0, description="memory of a worker beyond its libraries")
 

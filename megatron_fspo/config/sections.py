@@ -301,9 +301,7 @@ class Optimizer(Section):
         64, description="with skip_norm_ratio: norms in that median; active from 8 norms on"
     )
     max_skips: NonNegativeInt = Field(
-        3,
-        description="consecutive optimizer steps skipped, as spikes or for a gradient that is not finite, "
-        "before the run stops",
+        3, description="consecutive skipped optimizer steps before the run stops"
     )
 
     @model_validator(mode="after")

@@ -40,13 +40,12 @@ def load_tokenizer(checkpoint_dir: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-class _Expired(BaseException):
-    """The time of a template is over."""
+class _Expired(BaseException): ...
 
 
 def _try_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Render two conversations, with limits on time (in the main thread) and memory; ``InputError`` if the
-    template exceeds one. What it refuses is no error. Later conversations have no limits."""
+    """Render two conversations with limits on memory and, in the main thread, time; ``InputError`` if the
+    template exceeds one. Later conversations have no limits."""
 
     def expire(*_: Any) -> None:
         raise _Expired

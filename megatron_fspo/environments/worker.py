@@ -18,7 +18,6 @@ _LONGEST = 100_000
 """Maximum characters of an answer; the rest is cut off."""
 
 _TYPES = {"text": str | None, "forget": bool, "reward": int | float | None, "failed": bool}
-"""Field of an :class:`~megatron_fspo.environments.tools.Observation` → its type."""
 
 Function = Callable[[Prompt, Sequence[str]], Answer]
 BUILT_IN: dict[str, Function] = {"calculator": tools.calculator, "python": tools.python}

@@ -5,6 +5,9 @@
 of this machine (same boot and PID namespace) that has ended, or if it is elsewhere and has not refreshed the
 file for :data:`STALE_SECONDS` on the file system's clock. Then the next job takes the lock over and logs it.
 An owner that was suspended for so long notices that it lost the lock, and stops.
+
+Of jobs that find an owner gone, only the creator of a claim on it may replace the lock, by a rename, if it is
+still that owner's; and keeps it unless somebody has a claim on the new owner by then.
 """
 
 from __future__ import annotations

@@ -241,13 +241,8 @@ def is_to_be_skipped(
         why = f"as are log-probs of {suspects}" if broken else "but every log-prob is: is it an overflow?"
         reason = f"the gradient is not finite, {why}"
     if run.skips_in_a_row > options.max_skips:
-        _end(
-            run,
-            step,
-            means(totals) | {"actor/grad_norm": grad_norm},
-            f"{reason}. This is skip {run.skips_in_a_row} in a row; optimizer.max_skips allows "
-            f"{options.max_skips}",
-        )
+        text = f"This is skip {run.skips_in_a_row} in a row; optimizer.max_skips allows {options.max_skips}"
+        _end(run, step, means(totals) | {"actor/grad_norm": grad_norm}, f"{reason}. {text}")
     run.log.warn(
         "skipped optimizer step",
         f"{_which(run, step)}: skipped because {reason} (in a row: {run.skips_in_a_row})",

@@ -85,7 +85,7 @@ def read_adapters(folder: Path, arch: Architecture) -> dict[str, Tensor]:
             plain = all(one == same for one in value.values())
         if not plain:
             raise InputError(
-                f"{folder}: {_CONFIG} has {key} = {value!r:.100}, {_SUPPORTED} {', '.join(names)}"
+                f"{folder}: {_CONFIG} has {key} = {value!r:.99}, {_SUPPORTED} {', '.join(names)}"
             )
     named = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
     shapes = adapter_shapes(arch)

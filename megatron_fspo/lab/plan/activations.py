@@ -46,11 +46,15 @@ class Activations:
     """Computation → bytes that it needs on top. Never two at a time."""
 
 
+def layer_tensors(shape: Shape, pack: PlannedPack) -> list[KeptTensor]:
+    """Return the tensors that a layer saves for one micro-batch without recompute."""
+    return [*_attention(shape, pack), *_mlp(shape, pack)]
+
+
 def layer_bytes(shape: Shape, pack: PlannedPack) -> float:
     """Return the bytes that a layer saves for one micro-batch without recompute."""
     local = shape.layers == "local"
-    kept = (*_attention(shape, pack), *_mlp(shape, pack))
-    return sum(tensor.local if local else tensor.transformer_engine for tensor in kept)
+    return sum(tensor.local if local else tensor.transformer_engine for tensor in layer_tensors(shape, pack))
 
 
 def _norm(shape: Shape, pack: PlannedPack, name: str) -> Iterator[KeptTensor]:
