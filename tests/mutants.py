@@ -94,6 +94,24 @@ MUTANTS = {
         "_median(sums.abs() / width(kept, exponent, crossover))", "_median(sums.abs() / kept)",
         "test_calibration.py",
     ),
+    "cppo: earlier tokens do not count": Mutant(
+        "outside = moved > self.delta + (self.budget * room - spent).clamp(max=0.0)",
+        "outside = moved > self.delta", "test_policy.py reach",
+    ),
+    "cppo: the reach of a token alone": Mutant(
+        "return torch.maximum(moved / self.delta, (moved + spent) / (self.delta + self.budget * room))",
+        "return moved / self.delta", "test_policy.py reach",
+    ),
+    "flips: of the order": Mutant(
+        "(given.sort(1).values != own.sort(1).values)", "(given != own)", "test_route_flips.py",
+    ),
+    "corrections: each rank its own": Mutant(
+        "mismatch = replace(mismatch, sums=of_first_rank(mismatch.sums, *everyone))", "pass",
+        "test_rollout_weights.py alike",
+    ),
+    "a gradient that is not finite is taken": Mutant(
+        "    if finite and not spike:", "    if not spike:", "test_spikes.py finite",
+    ),
     "correction: the cap is taken for its logarithm": Mutant(
         "clamp(max=math.log(cap))", "clamp(max=cap)", "test_correction.py",
     ),

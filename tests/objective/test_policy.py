@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_fspo.losses import Definition, Loss, loss_sections
 from megatron_fspo.losses.cispo import CISPOLoss
 from megatron_fspo.losses.prefix import CPPOLoss, PNPOLoss
-from megatron_fspo.objective.policy_objective import LossInputs, LossTerms
+from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_token
 
 LENGTHS = [1, 3, 8, 20, 5, 40, 2, 12]
 LOSSES: dict[str, Loss] = {
@@ -296,3 +296,25 @@ def test_prefix_losses_by_hand(advantage: float) -> None:
     pnpo = PNPOLoss(eps_low=0.1, eps_high=0.13)(batch)
     assert pnpo.weight.tolist() == pytest.approx([0.0, 1.1224972 * advantage, 0.0])
     assert (pnpo.clipped_low + pnpo.clipped_high).item() == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_cppo_tokens_reach_is_the_factor_at_which_it_is_clipped(seed: int) -> None:
+    """At every factor of both limits, by the weights and by the definition; only where A pushes."""
+    batch = inputs(LENGTHS, seed)
+    loss = CPPOLoss(delta=0.01, budget=0.002, last_weight=0.6)
+    advantages = per_token(batch.advantages, batch)
+    pushed = batch.mask & (batch.log_ratio * advantages > 0)
+    reach = loss.token_reach(batch)
+    assert pushed.sum() > 20 and reach[pushed].max() > 3 * reach[pushed].min()
+    for share in (0.05, 0.3, 0.5, 0.7, 0.95):
+        middle = reach[pushed].quantile(share).item()
+        for factor in (middle * (1 - 1e-9), middle * (1 + 1e-9)):
+            scaled = loss.scaled(factor)
+            clipped = scaled(batch).weight == 0
+            assert torch.equal(clipped[pushed], (reach > factor)[pushed])
+            assert not clipped[batch.mask & ~pushed & (advantages != 0)].any(), "the other direction"
+            for number, one in enumerate(defined(scaled, batch, batch.log_ratio)[1]):
+                own = batch.mask & (batch.segment == number)
+                if one is not None:
+                    assert one.clipped == pytest.approx(clipped[own].double().mean().item())

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from launch import found_by
 from megatron_fspo.config.correction import (
     IcePop,
     LengthFairGate,
@@ -268,3 +270,11 @@ def test_a_dropped_sequence_stays_in_n() -> None:
     others = all_kept.segment != 2
     assert torch.equal(dropped[others], kept[others]) and (dropped[~others] == 0).all()
     assert (kept[~others] != 0).any()
+
+
+def test_ranks_that_share_a_model_correct_alike(tmp_path: Path) -> None:
+    """Though a sum that differs in its last bits lies on either side of the limit."""
+    found = found_by(Path(__file__).with_name("correction_worker.py"), tmp_path, nproc=2)
+    assert set(found) == {"sequence_tis", "sequence_mask", "length_fair_gate"}
+    for first, second in found.values():
+        assert first == second and sum(map(len, first[0])) > sum(LENGTHS)
