@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from megatron_fspo.config import Config
 from megatron_fspo.config.data import Data, DataSet
-from megatron_fspo.config.loading import describe_keys, legal_keys, load_config, save_config
+from megatron_fspo.config.loading import _line, describe_keys, legal_keys, load_config, save_config
 from megatron_fspo.errors import InputError
 from megatron_fspo.losses import FSPOLoss, RLOOLoss, loss_sections
 
@@ -378,3 +378,10 @@ def test_the_reference_has_a_line_for_every_key() -> None:
     assert ["(required)" in line for line in lines if "--run.steps " in line] == [True]
     (name,) = [line for line in lines if "--correction.name " in line]
     assert f"{', '.join(CORRECTIONS[:-1])} or {CORRECTIONS[-1]} (default none)" in name
+
+
+def test_our_own_words_keep_their_letters() -> None:
+    details = {"loc": ("loss", "x"), "type": "value_error", "input": 1, "msg": "Value error, FSPO needs it"}
+    assert _line(details) == ("loss.x", "loss.x = 1: FSPO needs it")
+    details |= {"type": "int_type", "msg": "Input should be a valid integer"}
+    assert _line(details) == ("loss.x", "loss.x = 1: input should be a valid integer")

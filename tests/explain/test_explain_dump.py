@@ -89,6 +89,9 @@ BROKEN: list[tuple[list[dict[str, Any]] | bytes, str]] = [
     ([{**GOOD, "advantages": 1.0}], "d.jsonl:1: 'advantage' and 'advantages' both mean advantage"),
     ([GOOD, {**GOOD, "length": 2.5}], "d.jsonl:2: length = 2.5"),
     ([GOOD, {**GOOD, "length": True}], "d.jsonl:2: length = True"),
+    ([GOOD, {**GOOD, "length": 10**30}], "d.jsonl:2: length = 1000000000"),
+    ([GOOD, {**GOOD, "length": 2**62}], "d.jsonl:2: length = 4611686018427387904"),
+    ([GOOD, {**GOOD, "update": 2**70}], "d.jsonl:2: update = 1180591620717411303424"),
     ([GOOD, {**GOOD, "log_ratio_sum": None}], "d.jsonl:2: log_ratio_sum = null"),
     ([GOOD, {**GOOD, "advantage": "1"}], "d.jsonl:2: advantage = '1'"),
     ([GOOD, {**GOOD, "log_ratio_sum": math.inf}], "d.jsonl:2: S or the advantage is not finite"),
@@ -125,6 +128,15 @@ def test_a_broken_row_is_named_in_one_line(
     out, line = capsys.readouterr()
     assert out == "" and line.count("\n") == 1 and line.startswith("megatron-fspo: ") and words in line
     assert not (tmp_path / "out").exists()
+
+
+def test_more_responses_than_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_fspo.lab.explain.dump._MOST", 50)
+    parquet.write_table(pyarrow.Table.from_pylist(walks(50)), tmp_path / "d.parquet")
+    assert len(read_dump(tmp_path / "d.parquet", {})) == 50
+    parquet.write_table(pyarrow.Table.from_pylist(walks(51)), tmp_path / "d.parquet")
+    with pytest.raises(InputError, match="more than 50 responses"):
+        read_dump(tmp_path / "d.parquet", {})
 
 
 def test_parquet_that_is_cut_short(tmp_path: Path) -> None:

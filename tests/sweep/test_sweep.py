@@ -15,11 +15,11 @@ from dumps import write
 from launch import REPO
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config, make_config
-from megatron_fspo.errors import InputError
+from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.lab.report.history import History, Records, steady
 from megatron_fspo.lab.report.samples import AccuracyChange, accuracy_change, first_and_last_samples
 from megatron_fspo.lab.sweep.file import Sweep, config_of, planned, read_sweep
-from megatron_fspo.lab.sweep.processes import matched_loss
+from megatron_fspo.lab.sweep.processes import make, matched_loss
 from megatron_fspo.lab.sweep.summary import summarize, table
 from report_runs import records_from
 
@@ -205,3 +205,10 @@ def test_the_change_of_accuracy_has_its_interval_where_all_responses_are_kept(tm
     rows = (tmp_path / "samples.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "samples.jsonl").write_text("".join(rows[:-1]))
     assert change_of(tmp_path) == AccuracyChange(before=0.5, after=0.75, interval=None)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_the_exit_status_of_a_run_that_fails_is_named(tmp_path: Path, jobs: int) -> None:
+    sweep = sweep_of(tmp_path, f"jobs = {jobs}\nseeds = [1]\n[arms.one]\n")
+    with pytest.raises(TrainingError, match=r"1 of 1 runs failed: one-1: exit status 7: see above"):
+        make(sweep, lambda line: None, {"one": ("-c", "import sys; sys.exit(7)")})

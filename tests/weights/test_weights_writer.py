@@ -149,6 +149,13 @@ def test_a_checkpoint_is_replaced_whole(source: Path, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
 
 
+def test_a_leftover_that_is_no_folder_is_named(source: Path, tmp_path: Path) -> None:
+    (tmp_path / ".out.partial").symlink_to(source)
+    tensors = tensors_of(source)
+    refused(lambda: write_hf_checkpoint(tmp_path / "out", tensors.items(), source), tmp_path, "symbolic link")
+    assert_bits(tensors_of(source), tensors)
+
+
 def test_the_old_one_stays_if_the_last_step_fails(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
