@@ -56,7 +56,7 @@ def hostile(what: str, talk: list[dict[str, Any]]) -> None:
             other.join(20)
     if what in ("child in the group", "daemon"):
         env = os.environ if what == "daemon" else {"PATH": os.environ["PATH"]}
-        subprocess.Popen(["sleep", "861.5"], start_new_session=what == "daemon", env=env)
+        subprocess.Popen(["sleep", f"861.{os.getppid()}"], start_new_session=what == "daemon", env=env)
     if what == "flood":
         for _ in range(300):
             sys.stdout.write("x" * 2**20)

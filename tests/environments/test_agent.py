@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 import time
@@ -31,7 +32,7 @@ class Talk:
         what: str,
         *,
         tokenizer: Any = TOKENIZER,
-        seconds: float = 20.0,
+        seconds: float = 60.0,
         command: tuple[str, ...] | None = None,
         variables: tuple[str, ...] = (),
     ) -> None:
@@ -50,7 +51,7 @@ class Talk:
 
     def say(self, text: str, *, ended: bool = True, trajectory: object = None) -> Reply:
         self.turns.append([*ids(text), *([END] if ended else [])])
-        return self.environment.answer(self.prompt, self.turns, trajectory or self).result(60)
+        return self.environment.answer(self.prompt, self.turns, trajectory or self).result(120)
 
 
 def running(word: str) -> list[psutil.Process]:
@@ -163,8 +164,9 @@ def test_a_model_without_a_chat_template_is_refused() -> None:
 @pytest.mark.parametrize("how", ["child in the group", "daemon"])
 def test_an_agents_children_end_with_it_and_do_not_make_it_fail(how: str) -> None:
     assert Talk(how).say("four") == Reply(reward=1.0)
-    psutil.wait_procs(running("861.5"), timeout=5)
-    assert not running("861.5")
+    child = f"861.{os.getpid()}"
+    psutil.wait_procs(running(child), timeout=5)
+    assert not running(child)
 
 
 def test_an_agent_has_no_keys_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
