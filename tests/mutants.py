@@ -245,7 +245,7 @@ MUTANTS = {
         "test_vllm_pool.py",
     ),
     "a spike that is one of no size": Mutant(
-        "grad_norm > options.skip_norm_ratio * usual", "grad_norm > usual", "test_spikes.py median",
+        "grad_norm > ratio * usual", "grad_norm > usual", "test_spikes.py median",
     ),
     "the lock of another process with our number": Mutant(
         "return _started(self.process) == self.started", "return True", "test_lock.py",
