@@ -215,7 +215,7 @@ class AgentEnvironment:
 class _Server(ThreadingHTTPServer):
     """Answers the programs on this machine. The key in a request identifies the session."""
 
-    daemon_threads = True
+    daemon_threads, request_queue_size = True, 128  # programs connect at once
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -32,13 +32,13 @@ def correct(
 ) -> tuple[Packs, dict[str, float]]:
     """Return the packs with ``rollout_weights``, and the metrics of :func:`correction_metrics`. Collective.
 
-    The job's first rank computes the weights of responses. Weights of tokens are computed on the ranks that
+    The sums of the job's first rank decide about responses. Weights of tokens are computed on the ranks that
     hold the tokens; the head uses those of the first tensor-parallel rank.
 
     ``packs`` are this rank's, with the old log-probs with which ``mismatch`` was measured.
     """
-    everyone = (groups.dp_cp, groups.tp, groups.pp)
-    mismatch = replace(mismatch, sums=of_first_rank(mismatch.sums, *everyone))
+    sums = of_first_rank(mismatch.sums, groups.dp_cp, groups.tp, groups.pp)
+    mismatch = replace(mismatch, sums=sums)
     if isinstance(correction, TokenTIS | IcePop):
 
         def rows(batch: MicroBatch) -> Tensor:
@@ -53,8 +53,7 @@ def correct(
 
     else:
         weight, acted = weights_of(correction, mismatch.sums, mismatch.lengths)
-        weight, acted = of_first_rank(torch.stack([weight, acted.to(weight)]), *everyone)
-        columns = torch.stack([acted, weight, weight.square(), torch.ones_like(weight)])
+        columns = torch.stack([acted.to(weight), weight, weight.square(), torch.ones_like(weight)])
 
         def weights(batch: MicroBatch) -> Tensor:
             return _per_token(weight[batch.sample_index], batch)
