@@ -281,7 +281,7 @@ MUTANTS = {
         "test_rendezvous.py one_address",
     ),
     "a job at a public address": Mutant(
-        "if ip_address(ip).is_global and", "if not ip and", "test_wrong_inputs.py environment",
+        "if ip_address(ip).is_global and", "if not ip and", "test_wrong_inputs.py public",
     ),
     "adapters of PEFT: any scale": Mutant(
         "or not math.isclose(scale, adapters.scale):", "or False:", "test_peft_folder.py",
