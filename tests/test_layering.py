@@ -56,7 +56,7 @@ THIRD_PARTY = {
     "config": {"pydantic", "tomli_w"},
     "data": {"transformers", "pyarrow"},
     "evaluation": {"numpy", "torch"},
-    "rewards": {"httpx", "math_verify", "reasoning_gym", "sympy"},
+    "rewards": {"math_verify", "reasoning_gym", "sympy"},
     "environments": set(),
     "packing": {"torch"},
     "parallel": {"torch", "triton"},

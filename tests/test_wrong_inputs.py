@@ -289,7 +289,10 @@ def test_a_damaged_checkpoint(
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE = 'two'"),
         ({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "RANK expected, but not set"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "{port}"}, "is in use"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "8.8.8.8", "MASTER_PORT": "1"}, "public address"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "8.8.8.8", "MASTER_PORT": "{port}"},
+            "public address",
+        ),
         ({"RANK": "0", "WORLD_SIZE": "3"}, "parallel.tensor = 2 does not divide the world size 3"),
         ({"RANK": "1", "WORLD_SIZE": "3"}, ""),
     ],

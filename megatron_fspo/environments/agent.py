@@ -8,8 +8,8 @@ tokens stay as sampled.
 
 from __future__ import annotations
 
+import atexit
 import json
-import math
 import os
 import secrets
 import select
@@ -19,10 +19,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -32,7 +33,8 @@ from weakref import WeakKeyDictionary, finalize
 
 from megatron_fspo.environments.chat import Encoder, Message, added, render
 from megatron_fspo.errors import InputError
-from megatron_fspo.job.parent import clean_environment
+from megatron_fspo.job.parent import clean_environment, has_ended, kill_group
+from megatron_fspo.rewards.grade import LARGEST
 from megatron_fspo.types import Prompt, Reply
 
 if TYPE_CHECKING:
@@ -44,7 +46,6 @@ _PIPE, _TAIL = 2**20, 2**12
 """Bytes that a pipe may hold, and that are kept of the program's output."""
 _LOOK_SECONDS = 0.1
 _EXIT_SECONDS = 30.0
-_EXITED = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 
 class _Wrong(Exception):
@@ -62,7 +63,7 @@ class _Request:
 class _Session:
     """The program's process for one trajectory."""
 
-    def __init__(self, config: Environment, prompt: Prompt, address: str) -> None:
+    def __init__(self, command: Sequence[str], prompt: Prompt, env: Mapping[str, str]) -> None:
         self.secret = secrets.token_urlsafe()
         self.requests: SimpleQueue[_Request | None] = SimpleQueue()
         """None: the program has ended."""
@@ -70,71 +71,71 @@ class _Session:
         """The last request, which waits for the current turn."""
         self.asking = threading.Lock()
         """Held while a request waits for its answer."""
-        self.over = threading.Event()
+        self.over, self.ended = threading.Event(), threading.Event()
+        """The program must end; it has ended, with its child processes."""
         self.reward: float | None = None
-        self.failed = False
+        self.failed = True
         row = {"index": prompt.index, "prompt": prompt.text, "answer": prompt.answer}
-        self._mark = f"OPENAI_API_KEY={self.secret}".encode()
-        env = clean_environment(config.variables)
-        with TemporaryFile() as task:  # a program may not read it, and a pipe would be full
-            task.write(json.dumps({**row, "fields": dict(prompt.fields)}).encode())
-            task.seek(0)
-            self._process = subprocess.Popen(
-                config.command,
-                stdin=task,
-                stdout=subprocess.PIPE,
-                env={**env, "OPENAI_BASE_URL": f"{address}/v1", "OPENAI_API_KEY": self.secret},
-                start_new_session=True,
-            )
-        threading.Thread(target=self._attend, name="agent", daemon=True).start()
+        task = json.dumps({**row, "fields": dict(prompt.fields)}).encode()
+        # The program ends with the thread that starts it, and so does not outlive a killed trainer.
+        run = partial(self._run, command, task, {**env, "OPENAI_API_KEY": self.secret})
+        threading.Thread(target=run, name="agent", daemon=True).start()
 
-    def _attend(self) -> None:
-        """Read the program's output, whose last word may be a reward, until the program ends."""
-        pipe, ended, end = self._process.stdout, False, b""
-        assert pipe is not None
-        with pipe:
-            ready = select.poll()
-            ready.register(pipe, select.POLLIN)
-            while not ended:
-                # Its children may hold the pipe open, so its end, not the pipe's, ends the reading. It is not
-                # reaped yet, so that the number of its process group stays its own.
-                try:
-                    ended = os.waitid(os.P_PID, self._process.pid, _EXITED) is not None
-                except ChildProcessError:  # somebody else has reaped it
-                    ended = True
-                if ready.poll(0 if ended else _LOOK_SECONDS * 1000):
-                    chunk = os.read(pipe.fileno(), _PIPE)
-                    end = (end + chunk)[-_TAIL:]
-                    if not chunk and not ended:  # the program has closed it
-                        time.sleep(_LOOK_SECONDS)
-        self._kill()
+    def _run(self, command: Sequence[str], task: bytes, env: dict[str, str]) -> None:
+        """Run the program. The last word of its output may be a reward."""
+        start = (
+            f"import os, sys; sys.path[:] = {sys.path!r}; from megatron_fspo.job.parent import "
+            f"end_with_parent; end_with_parent({os.getpid()}); os.execvp(sys.argv[1], sys.argv[1:])"
+        )
+        try:
+            with TemporaryFile() as stdin:  # a program may not read it, and a pipe would be full
+                stdin.write(task)
+                stdin.seek(0)
+                process = subprocess.Popen(
+                    [sys.executable, "-IS", "-c", start, *command],
+                    stdin=stdin,
+                    stdout=subprocess.PIPE,
+                    env=env,
+                    start_new_session=True,
+                )
+            assert process.stdout is not None
+            with process.stdout as pipe:
+                end = self._output(process, pipe.fileno())
+            self.failed = process.wait(_EXIT_SECONDS) != 0
+            with suppress(ValueError, IndexError):
+                reward = float(end.decode("utf-8", "replace").split()[-1])
+                self.reward = reward if abs(reward) <= LARGEST else None
+        finally:
+            self.ended.set()
+            self.requests.put(None)
+
+    def _output(self, process: subprocess.Popen[bytes], pipe: int) -> bytes:
+        """Return the end of the program's output when it has ended, or was killed as it must end."""
+        last, end, ready = False, b"", select.poll()
+        ready.register(pipe, select.POLLIN)
+        while not last:
+            # Its children may hold the pipe open, so its end, not the pipe's, ends the reading.
+            last = has_ended(process) or self.over.is_set()
+            if ready.poll(0 if last else _LOOK_SECONDS * 1000):
+                chunk = os.read(pipe, _PIPE)
+                end = (end + chunk)[-_TAIL:]
+                if not chunk and not last:  # the program has closed it
+                    self.over.wait(_LOOK_SECONDS)
+        kill_group(process)
+        mark = f"OPENAI_API_KEY={self.secret}".encode()
         for environ in Path("/proc").glob("[0-9]*/environ"):  # children in sessions of their own
             with suppress(OSError):
-                if self._mark in environ.read_bytes().split(b"\0"):
+                if mark in environ.read_bytes().split(b"\0"):
                     os.kill(int(environ.parent.name), signal.SIGKILL)
-        self.over.set()
-        self.failed = self._process.wait(_EXIT_SECONDS) != 0
-        with suppress(ValueError, IndexError):
-            reward = float(end.decode("utf-8", "replace").split()[-1])
-            self.reward = reward if math.isfinite(reward) else None
-        self.requests.put(None)
-
-    def _kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    def end(self) -> None:
-        """Kill the program, with its child processes, if it still runs."""
-        if not self.over.is_set():
-            self._kill()
+        return end
 
 
 class AgentEnvironment:
     """A :class:`~megatron_fspo.types.Environment` that runs one program per trajectory.
 
     The program is killed if it takes longer than ``environment.seconds`` until its next request or its end,
-    and when the trajectory is garbage-collected. Raises ``InputError`` if the model has no chat template, or
-    the program does not exist.
+    and when the trajectory is garbage-collected. Raises ``InputError`` if the model has no chat template, the
+    program does not exist, or a variable is not set.
     """
 
     def __init__(self, config: Environment, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
@@ -144,6 +145,7 @@ class AgentEnvironment:
             raise InputError(f"environment.command: there is no program {config.command[0]!r}")
         self._config, self._tokenizer = config, tokenizer
         self.limit_seconds = 2 * config.seconds + 60.0
+        self._variables = clean_environment(config.variables)
         self._encoder = Encoder(tokenizer, stop_token_ids)
         self._sessions: WeakKeyDictionary[Any, _Session] = WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -164,7 +166,7 @@ class AgentEnvironment:
                     f"megatron-fspo: the agent of prompt {prompt.index} {said}", file=sys.stderr, flush=True
                 )
                 if session is not None:
-                    session.end()
+                    session.over.set()
                 reply = Reply(failed=True)
             with suppress(InvalidStateError):  # cancelled meanwhile
                 result.set_result(replace(reply, seconds=time.monotonic() - began))
@@ -177,10 +179,11 @@ class AgentEnvironment:
             if self._server is None:
                 self._server = _Server()
             if trajectory not in self._sessions:
-                session = _Session(self._config, prompt, self._server.address)
+                env = {**self._variables, "OPENAI_BASE_URL": f"{self._server.address}/v1"}
+                session = _Session(self._config.command, prompt, env)
                 self._server.sessions[session.secret] = session
                 self._sessions[trajectory] = session
-                finalize(trajectory, self._server.forget, session.secret)
+                finalize(trajectory, self._server.forget, session.secret).atexit = False
             return self._sessions[trajectory]
 
     def _reply(self, session: _Session, prompt: Prompt, turn: Sequence[int]) -> Reply:
@@ -222,10 +225,18 @@ class _Server(ThreadingHTTPServer):
         self.sessions: dict[str, _Session] = {}
         self.address = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, name="agents", daemon=True).start()
+        atexit.register(self._end)
 
     def forget(self, secret: str) -> None:
         """End the session of a trajectory that is over."""
-        self.sessions.pop(secret).end()
+        self.sessions.pop(secret).over.set()
+
+    def _end(self) -> None:
+        sessions = list(self.sessions.values())
+        for one in sessions:
+            one.over.set()
+        for one in sessions:
+            one.ended.wait(_EXIT_SECONDS)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -260,7 +271,7 @@ class _Handler(BaseHTTPRequestHandler):
         text = None
         try:
             session.requests.put(request)
-            while text is None and not session.over.is_set():
+            while text is None and not session.ended.is_set():
                 with suppress(Empty):
                     text = request.answer.get(timeout=_LOOK_SECONDS)
         finally:

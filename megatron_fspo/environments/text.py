@@ -6,6 +6,7 @@ chat template puts around a message, and yields no special tokens.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Sequence
@@ -15,10 +16,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_fspo.environments.chat import Encoder, added
-from megatron_fspo.environments.http import ATTEMPTS, LONGEST_WAIT, ToolServer
 from megatron_fspo.environments.tools import Observation
-from megatron_fspo.environments.worker import BUILT_IN, answer, function_of
+from megatron_fspo.environments.worker import BUILT_IN, answer, fields_of, function_of
 from megatron_fspo.errors import InputError
+from megatron_fspo.job.parent import clean_environment
+from megatron_fspo.job.remote import Endpoint, Loop
 from megatron_fspo.rewards.pool import MOST_TASKS, START_SECONDS, KillablePool
 from megatron_fspo.types import Prompt, Reply
 
@@ -26,24 +28,34 @@ if TYPE_CHECKING:
     from megatron_fspo.config.environment import Environment
 
 
+_ATTEMPTS = 4
+"""Maximum attempts of a tool server's answer."""
+
+
 class TextEnvironment:
     """A :class:`~megatron_fspo.types.Environment`: a function in worker processes, which start at the first
-    call, or a tool server. Raises ``InputError`` if there is no such function, or the chat template does not
-    support ``role``."""
+    call, or a tool server. Raises ``InputError`` if there is no such function, a variable is not set, the
+    URL is invalid, or the chat template does not support ``role``.
+
+    A tool server gets ``{"prompt", "turns", "answer", "fields"}`` as JSON. Its answer is text to insert, a
+    number (the end, with this reward), null (the end), or an object with fields of an observation.
+    """
 
     def __init__(self, config: Environment, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
         assert config.name is not None
-        self._server: ToolServer | None = None
+        self._server: Endpoint | None = None
         if config.name == "http":
             assert config.url is not None
-            self._server = ToolServer(config.url, config.seconds)
+            self._server = Endpoint(
+                config.url, "environment.url", concurrency=64, seconds=config.seconds, attempts=_ATTEMPTS
+            )
+            self._loop = Loop("tools")
         else:
             function_of(config.name)
         self._config, self._encoder = config, Encoder(tokenizer, stop_token_ids)
-        tried = 2 * (config.seconds + START_SECONDS)
-        if config.name == "http":
-            tried = ATTEMPTS * (config.seconds + 2 * LONGEST_WAIT)
-        self.limit_seconds = tried + 60.0
+        start = 0.0 if config.name == "http" else START_SECONDS
+        self.limit_seconds = _ATTEMPTS * (config.seconds + start) + 60.0
+        self._variables = clean_environment(config.variables)
         self._before, self._after = ("", "") if config.role is None else frame(tokenizer, config.role)
         self._lock = threading.Lock()
         self._pool: KillablePool | None = None
@@ -61,22 +73,29 @@ class TextEnvironment:
 
         def settle(work: Future[Any]) -> None:
             try:
-                observed = Observation(**work.result())
+                reply = self._reply(Observation(**work.result()), prompt, ended)
             except CancelledError:
                 result.cancel()
                 return
             except Exception as error:  # a limit was exceeded, the function raised, or its answer is wrong
-                observed = Observation(text=f"error: {error}", failed=True)
-            reply = self._reply(observed, prompt, ended)
+                text = f"error: {error}".encode("utf-8", "replace").decode()
+                reply = self._reply(Observation(text=text, failed=True), prompt, ended)
             with suppress(InvalidStateError):  # the caller has cancelled the request
                 result.set_result(replace(reply, seconds=time.monotonic() - began))
 
         if self._server is not None:
-            work = self._server.ask(row, texts)
+            work = self._loop.submit(self._ask(self._server, prompt, texts))
         else:
             work = self._workers().submit(self._config.name, row, texts)
         work.add_done_callback(settle)
         return result
+
+    async def _ask(self, server: Endpoint, prompt: Prompt, turns: Sequence[str]) -> dict[str, Any]:
+        asked = {"prompt": prompt.text, "turns": turns, "answer": prompt.answer}
+        got = await server.post({**asked, "fields": dict(prompt.fields)})
+        if got.problem:
+            raise ValueError(got.problem)
+        return fields_of(server.url, json.loads(got.content))
 
     def _workers(self) -> KillablePool:
         with self._lock:
@@ -88,7 +107,7 @@ class TextEnvironment:
                     seconds=config.seconds,
                     memory_gb=config.memory_gb,
                     tasks=1 if config.name == "python" else MOST_TASKS,
-                    variables=config.variables,
+                    env=self._variables,
                 )
             return self._pool
 

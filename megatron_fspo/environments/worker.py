@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cache
@@ -11,11 +10,12 @@ from typing import Any
 from megatron_fspo.environments import tools
 from megatron_fspo.environments.tools import Answer, Observation
 from megatron_fspo.errors import InputError
+from megatron_fspo.rewards.grade import LARGEST
 from megatron_fspo.rewards.registry import imported
 from megatron_fspo.types import Prompt
 
-_LONGEST = 100_000
-"""Maximum characters of an answer; the rest is cut off."""
+_LONGEST = 80_000
+"""Maximum characters of an answer, up to 12 bytes each as JSON; the rest is cut off."""
 
 _TYPES = {"text": str | None, "forget": bool, "reward": int | float | None, "failed": bool}
 
@@ -46,7 +46,7 @@ def fields_of(name: str, said: Any) -> dict[str, Any]:
 
     Raises:
         TypeError: the answer is not an Observation, text, a number or None, or a field has another type.
-        ValueError: the reward is not finite, or there is one although the trajectory goes on.
+        ValueError: the reward is too large or NaN, or there is one although the trajectory goes on.
     """
     match said:
         case Observation():
@@ -63,8 +63,9 @@ def fields_of(name: str, said: Any) -> dict[str, Any]:
                 f"{name} returned {key} = {value!r:.99}, not text, a number, null or an Observation"
             )
     observed = Observation(**fields)
-    if observed.reward is not None and (not math.isfinite(observed.reward) or observed.text is not None):
-        raise ValueError(f"{name} returned the reward {observed.reward}: must be finite, and without a text")
+    if observed.reward is not None and (not abs(observed.reward) <= LARGEST or observed.text is not None):
+        wanted = f"from -{LARGEST:g} to {LARGEST:g}, and without a text"
+        raise ValueError(f"{name} returned the reward {observed.reward:.9g}: must be {wanted}")
     reward = None if observed.reward is None else float(observed.reward)
     # Lone surrogates have no UTF-8 encoding, and so no tokens.
     text = None if observed.text is None else observed.text[:_LONGEST].encode("utf-8", "replace").decode()

@@ -1,11 +1,18 @@
-"""Child processes: an environment without secrets, and an end with their parent. Standard library only."""
+"""Child processes: an environment without secrets, the end of a whole process group, an end with the parent.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
+
+from megatron_fspo.errors import InputError
 
 _PASSED_ON = frozenset(
     "PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR PYTHONPATH VIRTUAL_ENV LD_LIBRARY_PATH"
@@ -29,9 +36,27 @@ def end_with_parent(parent: int | None = None) -> None:
         os._exit(1)
 
 
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Return True if the process has ended. Does not reap it, so its number remains that of its group."""
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # somebody else has reaped it
+        return True
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that leads a group, with its group, unless it has been reaped."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def clean_environment(names: Sequence[str] = ()) -> dict[str, str]:
     """Return the variables of this process that any program needs, and those of ``names``: no others, as a
-    child may run what a model wrote, and keys of servers and services are in variables too."""
+    child may run what a model wrote, and keys of servers and services are in variables too. Raises
+    ``InputError`` if one of ``names`` is not set."""
+    if missing := [name for name in names if name not in os.environ]:
+        raise InputError(f"environment.variables: {', '.join(missing)} not set")
     return {
         name: value
         for name, value in os.environ.items()

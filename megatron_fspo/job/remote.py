@@ -1,76 +1,138 @@
-"""Building blocks of HTTP clients: an event loop in a thread, an httpx client, retries, bounded requests."""
+"""HTTP for synchronous callers: an event loop in a thread, an httpx client, requests with limits."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import json
 import random
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from megatron_fspo.errors import InputError
 
 if TYPE_CHECKING:
     import httpx
 
 T = TypeVar("T")
 
-LARGEST = 2**20
-"""Maximum bytes of an answer to :func:`post`."""
+CONNECT_SECONDS = 10.0
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0  # seconds between attempts
+_REASON_BYTES = 10_000
+"""Maximum bytes that are read of an error's page."""
 # Not the global generator: its numbers must be reproducible in a run.
 _jitter = random.Random()
 
 
-class TryAgain(Exception):
-    """An attempt failed with an error that may be temporary."""
+@dataclass(frozen=True)
+class Answer:
+    """Outcome of a request."""
+
+    status: int
+    """HTTP status; 0 if no whole answer arrived."""
+    content: bytes
+    problem: str
+    """Why the content cannot be used, such as status and reason; "" if it can. The reason may be long."""
+
+    @property
+    def transient(self) -> bool:
+        """True if another attempt, or another server, may succeed."""
+        return self.status in (0, 429) or self.status >= 500
 
 
-async def attempted(
-    attempt: Callable[[], Awaitable[T]], attempts: int, *, first_wait: float, longest_wait: float
-) -> T:
-    """Await ``attempt()`` until it does not raise :class:`TryAgain`; the last of ``attempts`` may. Waits
-    ``first_wait`` seconds ±50% before the second, then twice as long each time, up to ``longest_wait``."""
-    for number in range(attempts - 1):
-        try:
-            return await attempt()
-        except TryAgain:
-            await asyncio.sleep(min(first_wait * 2**number, longest_wait) * _jitter.uniform(0.5, 1.5))
-    return await attempt()
+async def request(
+    http: httpx.AsyncClient,
+    method: str,
+    url: str,
+    *,
+    seconds: float,
+    largest: int = 2**20,
+    attempts: int = 1,
+    after_timeout: bool = True,
+    **sent: Any,
+) -> Answer:
+    """Make a request, again while its outcome is :attr:`Answer.transient`. Redirects are not followed.
 
-
-async def post(
-    http: httpx.AsyncClient, url: str, body: bytes, *, seconds: float, key: str
-) -> tuple[int, bytes]:
-    """Make one attempt to POST ``body``, JSON; return the status and the answer, uncompressed.
-
-    ``seconds`` limits the whole attempt in wall-clock time, however slowly the answer drips; ``key`` is its
-    configuration key.
-
-    Raises:
-        TryAgain: a lost connection, a timeout, 429 or 5xx.
-        ValueError: the answer has more than :data:`LARGEST` bytes; it is not read to its end.
+    Args:
+        http: from :func:`http_client`.
+        method: ``POST``, for example.
+        url: whole URL.
+        seconds: limit on the wall-clock time of an attempt, however slowly the answer drips.
+        largest: maximum bytes of an answer; a longer one is not read to its end.
+        attempts: maximum number of attempts. The waits are 0.5 s ± 50%, doubled each time, up to 30 s.
+        after_timeout: try again even after an attempt that exceeded ``seconds``.
+        sent: ``json`` or ``content``, ``headers`` and ``params`` of httpx.
     """
+    import httpx  # not above: reward workers, which import this module, start fast
+
+    async def traced(event: str, _: object) -> None:
+        # Cancelled earlier, httpcore would keep the connection open for ever.
+        if event == "http11.send_request_headers.started":
+            limit.reschedule(end)
+
+    limits = httpx.Timeout(None, connect=min(CONNECT_SECONDS, seconds))
+    sent |= {"timeout": limits, "extensions": {"trace": traced}}
+    for number in range(1, attempts + 1):
+        status, content, problem, last = 0, bytearray(), "", number == attempts
+        end = asyncio.get_running_loop().time() + seconds
+        try:
+            async with asyncio.timeout(None) as limit, http.stream(method, url, **sent) as response:
+                most = largest if response.status_code == 200 else _REASON_BYTES
+                async for chunk in response.aiter_raw():  # not decompressed, which may expand without limit
+                    content += chunk
+                    if len(content) > most:
+                        break
+            status = response.status_code
+            if status != 200:
+                problem = f"{status}: {_reason(content)}"
+            elif len(content) > most:
+                problem = f"more than {most} bytes"
+        except TimeoutError:
+            problem, last = f"no answer in {seconds:g} s", last or not after_timeout
+        except httpx.RequestError as error:
+            problem = f"{type(error).__name__} {error}"
+        answer = Answer(status, bytes(content), problem)
+        if last or not answer.transient:
+            break
+        await asyncio.sleep(min(_FIRST_WAIT * 2 ** (number - 1), _LONGEST_WAIT) * _jitter.uniform(0.5, 1.5))
+    if answer.transient and number > 1:
+        answer = replace(answer, problem=f"attempt {number} of {attempts}: {problem}")
+    return answer
+
+
+class Endpoint:
+    """A URL that takes JSON by POST, ``concurrency`` requests at a time; limits are as in :func:`request`.
+    Raises ``InputError`` if ``url``, the value of ``key``, is no http or https URL."""
+
+    def __init__(self, url: str, key: str, *, concurrency: int, seconds: float, attempts: int) -> None:
+        check_url(url, key)
+        limits: dict[str, Any] = {"seconds": seconds, "attempts": attempts}
+        self.url, self._limits = url, limits
+        self.http, self._open = http_client(), asyncio.Semaphore(concurrency)
+
+    async def post(self, value: object) -> Answer:
+        """Return the answer to ``value``. Raises ``TypeError`` or ``ValueError`` if that is not JSON."""
+        # ASCII, as UTF-8 cannot encode lone surrogates, which model text may contain.
+        body = json.dumps(value, allow_nan=False).encode("ascii")
+        sent: dict[str, Any] = {"content": body, "headers": {"Content-Type": "application/json"}}
+        async with self._open:
+            return await request(self.http, "POST", self.url, **sent, **self._limits)
+
+
+def check_url(url: str, key: str) -> None:
+    """Raise ``InputError`` unless ``url``, the value of ``key``, is an http or https URL."""
     import httpx
 
-    # A small compressed answer may expand without limit.
-    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-    answer = bytearray()
     try:
-        async with (
-            asyncio.timeout(seconds),
-            http.stream("POST", url, content=body, headers=headers, timeout=None) as response,
-        ):
-            async for chunk in response.aiter_raw():
-                answer += chunk
-                if len(answer) > LARGEST:
-                    raise ValueError(f"more than {LARGEST} bytes from {url}: {excerpt(answer)}")
-    except TimeoutError:
-        raise TryAgain(f"no answer in {seconds:g} s ({key})") from None
-    except httpx.RequestError as error:
-        raise TryAgain(one_line(f"{type(error).__name__} {error}")) from None
-    if response.status_code >= 500 or response.status_code == 429:
-        raise TryAgain(f"{response.status_code} {excerpt(answer)}")
-    return response.status_code, bytes(answer)
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise InputError(f"{key} = {url!r}: {error}") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise InputError(f"{key} = {url!r}: must be http://host:port/path, or https")
 
 
 def one_line(text: str, limit: int = 300) -> str:
@@ -79,14 +141,17 @@ def one_line(text: str, limit: int = 300) -> str:
     return line if len(line) <= limit else f"{line[:limit]}…"
 
 
-def excerpt(content: bytes | bytearray) -> str:
-    """Return the beginning of an answer as one line."""
-    return one_line(content[:2000].decode("utf-8", "replace"), 200) or "(nothing)"
+def _reason(content: bytearray) -> str:
+    """Return a server's reason: ``error.message`` of its JSON, or its text."""
+    text = content.decode("utf-8", "replace")
+    with suppress(ValueError, RecursionError, KeyError, TypeError, IndexError):
+        text = str(json.loads(text)["error"]["message"])
+    return text or "(no message)"
 
 
 def http_client() -> httpx.AsyncClient:
     """A client for the machines of one cluster; the caller closes it."""
-    import httpx  # imported here so that reward workers, which import this module, start fast
+    import httpx
 
     return httpx.AsyncClient(
         # Callers limit concurrency. No keep-alive: httpx checks each idle connection before every request
@@ -94,6 +159,7 @@ def http_client() -> httpx.AsyncClient:
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         # No proxies for machines of the cluster, and no credentials from ~/.netrc.
         trust_env=False,
+        headers={"Accept-Encoding": "identity"},
     )
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_fspo.errors import Attempts, InputError
-from megatron_fspo.job.remote import Loop
+from megatron_fspo.job.remote import Loop, check_url
 from megatron_fspo.rewards.functions import Function
 from megatron_fspo.rewards.grade import (
     LARGEST,
@@ -235,6 +235,4 @@ def check_reward(config: Reward, *, max_response_tokens: int) -> None:
                 f"`pip install -e '.[{extra}]'` in a checkout of megatron_fspo"
             )
     if config.url is not None:
-        from megatron_fspo.rewards.remote import check_url
-
-        check_url(config.url)
+        check_url(config.url, "reward.url")

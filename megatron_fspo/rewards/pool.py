@@ -15,14 +15,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from megatron_fspo.job.parent import clean_environment
+from megatron_fspo.job.parent import clean_environment, has_ended, kill_group
 from megatron_fspo.job.remote import Loop
 from megatron_fspo.rewards import worker
 from megatron_fspo.rewards.grade import Grade, GradeOrFailure, GradeRequest, Interrupted, Verifier
@@ -138,7 +138,7 @@ class KillablePool:
         seconds: limit on the wall-clock time of a call, from when a worker starts it, and on its CPU time.
         memory_gb: limit on a worker's memory beyond that after importing the module.
         tasks: number of calls after which a process is replaced.
-        variables: environment variables that a process gets beside those of :func:`clean_environment`.
+        env: environment variables of a process; default: :func:`clean_environment`.
 
     Raises:
         RuntimeError: a worker does not start.
@@ -152,9 +152,9 @@ class KillablePool:
         seconds: float,
         memory_gb: float,
         tasks: int = MOST_TASKS,
-        variables: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
     ) -> None:
-        memory_bytes, env = int(memory_gb * 2**30), clean_environment(variables)
+        memory_bytes, env = int(memory_gb * 2**30), env or clean_environment()
         self._workers = [_Worker(function, seconds, memory_bytes, tasks, env) for _ in range(workers)]
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         # Worker processes end with the thread that started them, so these threads persist.
@@ -193,7 +193,7 @@ class _Worker:
     """A worker process, restarted if it died. Not thread-safe except for :meth:`end`."""
 
     def __init__(
-        self, function: str, seconds: float, memory_bytes: int, tasks: int, env: dict[str, str]
+        self, function: str, seconds: float, memory_bytes: int, tasks: int, env: Mapping[str, str]
     ) -> None:
         self._env = env
         self._settings = (os.getpid(), function, seconds, memory_bytes, tasks)
@@ -208,7 +208,7 @@ class _Worker:
     def ready(self) -> None:
         """Start the process unless it is running, and wait until it has imported its libraries. Raises
         ``WorkerError`` if the import fails, ``OSError`` if the process dies or does not answer in time."""
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None and not has_ended(self._process):
             return
         self.stop()
         self._socket, theirs = socket.socketpair()
@@ -226,6 +226,7 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
+                start_new_session=True,
             )
         self._tasks = 0
         try:
@@ -255,7 +256,7 @@ class _Worker:
         with self._lock:
             process, self._process = self._process, None
         if process is not None:
-            process.kill()
+            kill_group(process)
             with suppress(subprocess.TimeoutExpired):  # in a system call that cannot be interrupted
                 process.wait(_KILL_SECONDS)
 
@@ -264,7 +265,7 @@ class _Worker:
         with self._lock:
             self._ended = True
             if self._process is not None:
-                self._process.kill()
+                kill_group(self._process)
 
     def _answer(self, task: bytes, seconds: float) -> Any:
         end = time.monotonic() + seconds

@@ -63,7 +63,7 @@ def hostile(what: str, talk: list[dict[str, Any]]) -> None:
     if what == "keys":
         keys = ("VLLM_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "ANOTHER")
         print(1.0 + sum(key in os.environ for key in keys))
-    print({"flood": "\n0.5", "infinite": "1e999", "keys": ""}.get(what, "1.0"), flush=True)
+    print({"flood": "\n0.5", "infinite": "1e999", "large": "1e7", "keys": ""}.get(what, "1.0"), flush=True)
     if what == "binary":
         sys.stdout.buffer.write(b"\xff\x00\xfe 0.5 \xff 0.25")
     if what == "closed":
@@ -86,11 +86,17 @@ def main(what: str) -> None:
     """Talk about the task for three turns; ``what`` goes wrong, or is special."""
     task = json.load(sys.stdin)
     talk: list[dict[str, Any]] = [{"role": "user", "content": task["fields"]["question"]}]
-    if what in ("child in the group", "daemon", "keys", "flood", "infinite", "binary", "closed", "lengths"):
+    if what in ("child in the group", "daemon", "keys", "lengths"):
+        hostile(what, talk)
+        return
+    if what in ("flood", "infinite", "large", "binary", "closed"):
         hostile(what, talk)
         return
     if what == "silent":
         return
+    if what == "child":
+        subprocess.Popen(["sleep", f"862.{os.getppid()}"], start_new_session=True)
+        threading.Thread(target=time.sleep, args=(600,)).start()  # does not end when its requests fail
     if what == "other":
         talk[0]["content"] = "another question"
     if what == "refused":

@@ -31,6 +31,12 @@ def misbehave(prompt: Prompt, turns: Sequence[str]) -> Any:
             os.fork()
         case "raise":
             raise RuntimeError("no such tool")
+        case "raise half a character":
+            raise RuntimeError("\ud800")
+        case "four bytes each":
+            return "\U0001f600" * 100_000
+        case "huge":
+            return 1e7
         case "half a character":
             return "a\ud800b"
         case "control":

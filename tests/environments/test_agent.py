@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from launch import REPO, environment
 from megatron_fspo.config.environment import Environment
 from megatron_fspo.environments.agent import AgentEnvironment
 from megatron_fspo.errors import InputError
@@ -169,6 +171,30 @@ def test_an_agents_children_end_with_it_and_do_not_make_it_fail(how: str) -> Non
     assert not running(child)
 
 
+@pytest.mark.parametrize("end", ["kill -9", "exit"])
+def test_no_agent_outlives_the_trainer(end: str) -> None:
+    code = "from test_agent import Talk; talk = Talk('child'); talk.say('four'); print('busy', flush=True)"
+    paths = os.pathsep.join([str(REPO), *map(str, (REPO / "tests", Path(PROGRAM).parent))])
+    with subprocess.Popen(
+        [sys.executable, "-c", code + "; input()"],
+        cwd=REPO,
+        env=environment(PYTHONPATH=paths),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as trainer:
+        assert trainer.stdout is not None and trainer.stdout.readline() == b"busy\n"
+        (agent,) = psutil.Process(trainer.pid).children()
+        (child,) = agent.children()
+        if end == "kill -9":
+            trainer.kill()
+        trainer.communicate(b"\n", timeout=60)
+    ending = [agent] if end == "kill -9" else [agent, child]  # which nobody is left to kill after kill -9
+    _, alive = psutil.wait_procs(ending, timeout=20)
+    with suppress(psutil.Error):
+        child.kill()
+    assert not alive
+
+
 def test_an_agent_has_no_keys_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("VLLM_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "ANOTHER"):
         monkeypatch.setenv(name, "secret")
@@ -178,7 +204,8 @@ def test_an_agent_has_no_keys_but_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("how", "reward"), [("flood", 0.5), ("infinite", None), ("binary", 0.25), ("closed", None)]
+    ("how", "reward"),
+    [("flood", 0.5), ("infinite", None), ("large", None), ("binary", 0.25), ("closed", None)],
 )
 def test_what_an_agent_prints_is_read_and_not_kept(how: str, reward: float | None) -> None:
     before = psutil.Process().memory_info().rss

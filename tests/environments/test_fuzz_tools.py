@@ -28,6 +28,7 @@ from test_agent import QUESTION, running
 from test_text import END, TOKENIZER, ids
 
 SECONDS = 0.6
+"""For an answer that will not come; a good one has a minute, also on a busy machine."""
 GOOD = {'"so"': Reply(token_ids=tuple(ids("so"))), "0.25": Reply(reward=0.25), "null": Reply()}
 WRONG = [
     *("true", "[1]", "NaN", "1e999", "-Infinity", "1" + "0" * 400, "9" * 6000, "[" * 50_000, '{"text": 5}'),
@@ -136,6 +137,8 @@ ASK = "import json,os,subprocess,sys,time;from urllib.request import *\n" + (
     "url=os.environ['OPENAI_BASE_URL']+'/chat/completions'\n"
     "ask=lambda:urlopen(Request(url,json.dumps(said).encode(),key))\n"
 )
+SLOW = ("time.sleep(99)", "while True:")
+"""Agents that do not end by themselves: they have 4 seconds, others a minute."""
 AGENTS = {
     "ask();print(0.25)": Reply(reward=0.25),
     "ask();subprocess.Popen(['sleep','863.5'],start_new_session=True);print(0.25)": Reply(reward=0.25),
@@ -170,7 +173,7 @@ def resources() -> tuple[int, int, int]:
 
 def flat(before: tuple[int, int, int]) -> None:
     """Wait until the process has no more than before, and up to 64 MiB."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while True:
         gc.collect()
         now = resources()
@@ -182,19 +185,23 @@ def flat(before: tuple[int, int, int]) -> None:
 
 @pytest.mark.slow
 def test_150_answers_of_tool_servers(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_fspo.environments.http._FIRST_WAIT", 0.01)
-    environment = TextEnvironment(Environment(name="http", url=server, seconds=SECONDS), TOKENIZER, [END])
-    asked("good null", environment)[2].result(20)
+    monkeypatch.setattr("megatron_fspo.job.remote._FIRST_WAIT", 0.01)
+    bad, good = (
+        TextEnvironment(Environment(name="http", url=server, seconds=seconds), TOKENIZER, [END])
+        for seconds in (SECONDS, 60.0)
+    )
+    for environment in (good, bad):
+        asked("good null", environment)[2].result(60)
     before, chance = resources(), random.Random(5)
     cases = [*BEHAVIOURS, *chance.choices([*BEHAVIOURS], k=150 - len(BEHAVIOURS))]
     chance.shuffle(cases)
-    answers = [asked(how, environment) for how in cases]
-    _, late = wait([future for *_, future in answers], timeout=60)
+    answers = [asked(how, good if BEHAVIOURS[how] else bad) for how in cases]
+    _, late = wait([future for *_, future in answers], timeout=300)
     assert not late, [how for how, _, future in answers if future in late]
     for how, _, future in answers:
         reply = future.result()
         assert reply.failed is not BEHAVIOURS[how], (how, reply)
-        assert reply.seconds < 40 and (reply.token_ids is None or len(reply.token_ids) <= 512)
+        assert reply.token_ids is None or len(reply.token_ids) <= 512
         word, _, said = how.partition(" ")
         if word == "good":
             assert reply == GOOD[said]
@@ -210,22 +217,23 @@ def test_50_agents(tmp_path: Path) -> None:
     for number, (what, reply) in enumerate(AGENTS.items()):
         (tmp_path / f"{number}.py").write_text(ASK + what)
         command = (sys.executable, "-S", str(tmp_path / f"{number}.py"))
-        config = Environment(name="agent", command=command, seconds=8.0)
+        seconds = 4.0 if any(word in what for word in SLOW) else 60.0
+        config = Environment(name="agent", command=command, seconds=seconds)
         programs[what] = AgentEnvironment(config, TOKENIZER, [END]), reply
     for environment, _ in programs.values():  # its server's thread and socket stay
         environment._server = next(iter(programs.values()))[0]._server
     first = programs[next(iter(AGENTS))]
-    assert asked(next(iter(AGENTS)), first[0], text)[2].result(30) == first[1]
+    assert asked(next(iter(AGENTS)), first[0], text)[2].result(120) == first[1]
     for environment, _ in programs.values():
         environment._server = first[0]._server
     before, chance = resources(), random.Random(6)
     cases = [*AGENTS, *chance.choices([*AGENTS], k=50 - len(AGENTS))]
     answers = [asked(what, programs[what][0], text) for what in cases]
-    done, late = wait([future for *_, future in answers], timeout=90)
+    done, late = wait([future for *_, future in answers], timeout=300)
     assert not late, [what for what, _, future in answers if future in late]
     for what, _, future in answers:
         assert future.result() == programs[what][1], what
     del answers, done, future
     flat(before)
-    psutil.wait_procs(running("863.5"), timeout=5)
+    psutil.wait_procs(running("863.5"), timeout=20)
     assert not running("863.5")

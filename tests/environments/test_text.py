@@ -68,8 +68,10 @@ def environment() -> Iterator[TextEnvironment]:
         ("exit", "two workers died"),
         ("fork", "PermissionError"),
         ("raise", "RuntimeError: no such tool"),
+        ("raise half a character", "RuntimeError: ?"),
         ("list", "TypeError"),
         ("nan", "ValueError"),
+        ("huge", "ValueError: own_environment:misbehave returned the reward 1"),
         ("true", "TypeError"),
         ("types", "TypeError"),
         ("reward and text", "ValueError"),
@@ -90,6 +92,7 @@ def test_what_a_tool_says_is_inserted_and_cut(environment: TextEnvironment) -> N
     assert ask(environment, "else", *turns) == Reply(token_ids=tuple(ids("so ['one', 'two']")))
     assert ask(environment, "flood") == Reply(token_ids=tuple(ids("flood " * 7)[:40]))
     assert ask(environment, "more than fits") == Reply(token_ids=tuple(ids("x" * 40)))
+    assert ask(environment, "four bytes each") == Reply(token_ids=())  # the tokenizer has no such character
     assert ask(environment, "half a character").token_ids == tuple(ids("a?b"))
     assert ask(environment, "end") == Reply()
     assert ask(environment, "reward") == Reply(reward=0.25)
@@ -203,6 +206,8 @@ def test_a_template_that_forgets_is_refused() -> None:
 def test_an_environment_that_is_not_there(name: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         make(name)
+    with pytest.raises(InputError, match="variables: NOT_SET"):
+        make("python", variables=("PATH", "NOT_SET"))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ FORBIDDEN = ("open", "os_open", "system", "popen", "fork", "connect", "remove", 
 
 
 _kept: list[bytearray] = []
+_LIBC = ctypes.CDLL(None)  # a task may not load it
 
 
 def do(task: str, *args: Any) -> Any:
@@ -121,6 +122,14 @@ def _popen(file: str) -> None:
 def _fork(file: str) -> None:
     if os.fork() == 0:
         os._exit(0)
+
+
+def _fork_in_c() -> int:
+    """The process id of a child that no hook of Python sees."""
+    child = _LIBC.fork()
+    if child == 0:
+        time.sleep(600)
+    return int(child)
 
 
 def _connect(file: str) -> None:

@@ -149,6 +149,7 @@ def test_closing_cancels_and_leaves_nothing() -> None:
     before = workers()
     pool = make(workers=3)
     mine = [one for one in workers() if one not in before]
+    child = psutil.Process(outcome(pool.submit("fork_in_c")))
     busy = [pool.submit(task) for task in ("loop_in_c", "ignore_signals", "sleep")]
     waiting = [pool.submit("echo", "x" * 1000) for _ in range(500)]  # more than the pipe holds
     time.sleep(0.2)
@@ -158,7 +159,7 @@ def test_closing_cancels_and_leaves_nothing() -> None:
     pool.close()
     assert time.monotonic() - begun < 5
     assert all(future.cancelled() for future in [*busy, *waiting])
-    assert gone(mine) and workers() == before
+    assert gone([*mine, child]) and workers() == before
     with pytest.raises(RuntimeError, match="closed"):
         pool.submit("echo", 1)
 

@@ -58,7 +58,7 @@ class Verifier:
 
 @pytest.fixture
 def verifier(monkeypatch: pytest.MonkeyPatch) -> Iterator[Verifier]:
-    monkeypatch.setattr("megatron_fspo.rewards.remote._FIRST_WAIT", 0.01)
+    monkeypatch.setattr("megatron_fspo.job.remote._FIRST_WAIT", 0.01)
     verifier = Verifier()
     with Loop("verifier", grace_seconds=1) as loop:
         server = loop.run(asyncio.start_server(verifier.serve, "127.0.0.1", 0, backlog=128))
@@ -96,10 +96,10 @@ def test_what_may_pass_is_tried_again(verifier: Verifier, bad: Reply) -> None:
 @pytest.mark.parametrize(
     ("reply", "attempts", "problem"),
     [
-        ((503, b"too\nbusy"), 3, "got no grade from {url}: 503 too busy (attempt 3 of 3)"),
-        (None, 3, "got no grade from {url}: RemoteProtocolError "),
-        ((404, b"no such page"), 1, "was refused by {url} with 404: no such page"),
-        ((302, b""), 1, "was refused by {url} with 302: (nothing)"),
+        ((503, b"too\nbusy"), 3, "got no grade from {url}: attempt 3 of 3: 503: too busy"),
+        (None, 3, "got no grade from {url}: attempt 3 of 3: RemoteProtocolError "),
+        ((404, b"no such page"), 1, "got no grade from {url}: 404: no such page"),
+        ((302, b""), 1, "got no grade from {url}: 302: (no message)"),
         ((200, b"fine"), 1, "got no "),
         ((200, b'{"reward": "1"}'), 1, "got no "),
         ((200, b'{"reward": null}'), 1, "got no "),
@@ -108,7 +108,11 @@ def test_what_may_pass_is_tried_again(verifier: Verifier, bad: Reply) -> None:
         ((200, b'{"reward": 1, "answer": 5}'), 1, "got no "),
         ((200, b"[1]"), 1, "got no "),
         ((200, b'{"reward": -1e308}'), 1, "returned -1e+308 instead of "),
-        ((200, b'{"reward": 1, "why": "' + b"x" * 2**21 + b'"}'), 1, "got more than 1048576 bytes from "),
+        (
+            (200, b'{"reward": 1, "why": "' + b"x" * 2**21 + b'"}'),
+            1,
+            "got no grade from {url}: more than 1048576 bytes",
+        ),
         ((200, b"[" * 100_000), 1, "got no "),
         ((200, b"\xff\xfe"), 1, "got no "),
     ],
@@ -130,7 +134,7 @@ def test_a_verifier_that_is_not_there_or_does_not_answer(verifier: Verifier) -> 
     with make(verifier, retries=1, seconds=0.3) as grader:
         found = ask(grader).result(timeout=20)
     assert isinstance(found, Failure)
-    assert found.problem.endswith("no answer in 0.3 s (reward.seconds) (attempt 2 of 2)")
+    assert found.problem.endswith("attempt 2 of 2: no answer in 0.3 s")
     with make(verifier, retries=1, url="http://127.0.0.1:9/") as grader:
         found = ask(grader).result(timeout=20)
     assert isinstance(found, Failure) and "ConnectError" in found.problem

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from megatron_fspo.rollout.client import server as server_module
+from megatron_fspo.job import remote
 
 
 @pytest.fixture(scope="module")
@@ -18,4 +18,4 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_FIRST_WAIT", 0.005)
+    monkeypatch.setattr(remote, "_FIRST_WAIT", 0.005)

@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from contextlib import suppress
 
+import psutil
 import pytest
 
 from launch import REPO, environment
-from megatron_fspo.job.remote import Loop
+from megatron_fspo.job.remote import Loop, http_client, request
 
 
 async def double(value: int) -> int:
@@ -95,3 +98,29 @@ loop.run(nothing())
     # Of a loaded machine asyncio says that a callback took long.
     said = [line for line in done.stderr.splitlines() if not line.startswith("Executing <Handle ")]
     assert (done.returncode, done.stdout, said) == (0, "cleaned up\n", [])
+
+
+def test_a_limit_that_ends_at_any_moment_leaves_no_connection_open() -> None:
+    """httpcore kept those for ever that were cancelled between their connection and their request."""
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            await reader.read()  # until the client closes
+        writer.close()
+
+    async def bursts() -> set[str]:
+        server = await asyncio.start_server(silent, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+        async with server, http_client() as http:
+            before, problems = psutil.Process().num_fds(), set()
+            for number in range(60):
+                asked = [request(http, "POST", url, seconds=number * 5e-4) for _ in range(20)]
+                problems |= {one.problem.split()[0] for one in await asyncio.gather(*asked)}
+            end = time.monotonic() + 10
+            while psutil.Process().num_fds() > before and time.monotonic() < end:
+                await asyncio.sleep(0.05)
+            assert psutil.Process().num_fds() <= before
+        return problems
+
+    with Loop("requests") as loop:
+        assert loop.run(bursts()) <= {"ConnectTimeout", "no"}

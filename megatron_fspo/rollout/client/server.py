@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -12,7 +10,7 @@ from typing import Any
 import httpx
 
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.job.remote import TryAgain, attempted
+from megatron_fspo.job.remote import request
 from megatron_fspo.rollout.client.answers import (
     BadAnswer,
     StoppedElsewhere,
@@ -23,17 +21,16 @@ from megatron_fspo.rollout.client.answers import (
 from megatron_fspo.rollout.common import MODEL, check_key
 from megatron_fspo.types import Completion, SamplingParams
 
-CONNECT_SECONDS = 10.0
 HEALTH_SECONDS = 5.0
 REQUEST_SECONDS = 60.0  # control requests; completions and weight updates set their own limit
 
-_FIRST_WAIT = 0.25  # seconds before the second attempt; then doubles
-_LONGEST_WAIT = 8.0
+_LARGEST, _LARGEST_PER_TOKEN = 2**26, 2**14
+"""Maximum bytes of an answer: without tokens, and more for each; routes of experts take 3 KB per token."""
 _MESSAGE_CHARACTERS = 300  # limit for a server's text in an error message
 
 
 class ServerLost(TrainingError):
-    """The server did not answer: the connection failed, the request timed out, or the last status was 5xx."""
+    """No answer: the connection failed, the request timed out, or the last status was 429 or 5xx."""
 
 
 class Refused(InputError):
@@ -66,7 +63,7 @@ class Server:
 
     async def get(self, route: str, *, timeout: float = REQUEST_SECONDS, attempts: int = 3) -> object:
         """GET ``/route``; see :meth:`post`."""
-        return await self._json("GET", route, None, None, timeout, attempts)
+        return await self._json("GET", route, seconds=timeout, attempts=attempts)
 
     async def post(
         self,
@@ -84,21 +81,21 @@ class Server:
             body: sent as JSON.
             params: query parameters.
             timeout: seconds for one attempt, from the connection to the last byte.
-            attempts: maximum number of attempts. Failed connections and 5xx are retried, after a wait that
-                doubles. A request that timed out is not, as it would take as long again.
+            attempts: maximum number of attempts. Failed connections, 429 and 5xx are retried, after a
+                wait that doubles. A request that timed out is not, as it would take as long again.
 
         Returns:
             The JSON of the answer, None for an empty one.
 
         Raises:
             ServerLost: there was no answer.
-            Refused: another status than 200 and 5xx; the message has the server's reason.
-            BadAnswer: the answer is not JSON.
+            Refused: another status than 200, 429 and 5xx; the message has the server's reason.
+            BadAnswer: the answer is not JSON, or too long.
         """
-        return await self._json("POST", route, body, params, timeout, attempts)
+        return await self._json("POST", route, json=body, params=params, seconds=timeout, attempts=attempts)
 
-    async def _json(self, method: str, route: str, *how: Any) -> object:
-        answer = await self._ask(method, route, *how)
+    async def _json(self, method: str, route: str, **how: Any) -> object:
+        answer = await self._ask(method, route, largest=_LARGEST, **how)
         with self._reading(route):
             return parse(answer)
 
@@ -164,7 +161,9 @@ class Server:
             **more,
         }
         body = {"model": MODEL, "token_ids": list(token_ids), "sampling_params": sampling}
-        return await self._ask("POST", "inference/v1/generate", body, None, timeout, attempts)
+        largest = _LARGEST + _LARGEST_PER_TOKEN * (len(token_ids) + params.max_tokens)
+        limits = {"seconds": timeout, "attempts": attempts, "largest": largest}
+        return await self._ask("POST", "inference/v1/generate", json=body, **limits)
 
     def bad_answer(self, route: str, answer: object, wrong: str) -> BadAnswer:
         """Return the error for a route's unexpected answer; ``wrong`` follows the answer in its message."""
@@ -185,57 +184,16 @@ class Server:
         except BadAnswer as error:
             raise type(error)(self._one_line(f"{self._where(route)}: {error}")) from None
 
-    async def _ask(
-        self,
-        method: str,
-        route: str,
-        body: Mapping[str, object] | None,
-        params: Mapping[str, str] | None,
-        timeout: float,
-        attempts: int,
-    ) -> bytes:
-        where = self._where(route)
-        request = self._http.build_request(
-            method,
-            where,
-            json=body,
-            params=params,
-            headers=self._headers,
-            timeout=httpx.Timeout(timeout, connect=min(CONNECT_SECONDS, timeout), pool=None),
-        )
-
-        async def attempt() -> bytes:
-            try:
-                async with asyncio.timeout(timeout):
-                    response = await self._http.send(request)
-            except httpx.ConnectTimeout:
-                raise TryAgain("no connection in time") from None
-            except (httpx.TimeoutException, TimeoutError):
-                raise ServerLost(f"{where}: no answer in {timeout:g} s") from None
-            except httpx.TransportError as error:
-                raise TryAgain(self._one_line(f"{type(error).__name__} {error}")) from None
-            except httpx.RequestError as error:  # such as a body that cannot be decompressed
-                raise BadAnswer(f"{where}: {self._one_line(str(error))}") from None
-            if response.status_code >= 500:
-                raise TryAgain(f"{response.status_code} {self._said(response)}")
-            if response.status_code != 200:
-                raise Refused(f"{where}: refused with {response.status_code}: {self._said(response)}")
-            return response.content
-
-        try:
-            return await attempted(attempt, attempts, first_wait=_FIRST_WAIT, longest_wait=_LONGEST_WAIT)
-        except TryAgain as error:
-            tries = "" if attempts == 1 else f" (attempt {attempts} of {attempts})"
-            raise ServerLost(f"{where}: {error}{tries}") from None
-
-    def _said(self, response: httpx.Response) -> str:
-        """Return the server's reason on one line, with the key masked."""
-        text = response.content[:10_000].decode("utf-8", "replace")
-        try:
-            said = json.loads(text)["error"]["message"]
-        except (ValueError, RecursionError, KeyError, TypeError, IndexError):
-            said = text
-        return self._one_line(str(said))
+    async def _ask(self, method: str, route: str, **how: Any) -> bytes:
+        """Return the content of the answer to a :func:`request`."""
+        where, key = self._where(route), self._headers
+        answer = await request(self._http, method, where, headers=key, after_timeout=False, **how)
+        if not answer.problem:
+            return answer.content
+        problem = self._one_line(answer.problem)
+        if not answer.transient and answer.status != 200:
+            raise Refused(f"{where}: refused with {problem}")
+        raise (ServerLost if answer.transient else BadAnswer)(f"{where}: {problem}")
 
     def _one_line(self, text: str) -> str:
         return " ".join(self.without_key(text).split())[:_MESSAGE_CHARACTERS] or "(no message)"
