@@ -87,7 +87,7 @@ def test_no_server_takes_the_weights(tmp_path: Path) -> None:
     with running(tmp_path) as (engine, fakes, _):
         for fake in fakes:
             fake.broken = {"/update_weights"}
-        with pytest.raises(TrainingError, match=r"version 7 failed 3 times: .*500 broken"):
+        with pytest.raises(TrainingError, match=r"version 7 failed 3 times: .*500: broken"):
             engine.update_weights(7)
 
 
