@@ -189,7 +189,7 @@ MUTANTS = {
         "elif len(content) > most:", "elif False:", "test_remote.py failure",
     ),
     "a drip is waited for": Mutant(
-        "limit.reschedule(end)", "pass", "test_remote.py answer",
+        "limit.deadline = end", "pass", "test_remote.py answer",
     ),
     "a limit that ends before the request": Mutant(
         'if event == "http11.send_request_headers.started":', "if True:", "test_remote_loop.py moment",

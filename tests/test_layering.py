@@ -61,7 +61,7 @@ THIRD_PARTY = {
     "packing": {"torch"},
     "parallel": {"torch", "triton"},
     "weights": {"torch", "safetensors"},
-    "job": {"torch", "httpx"},
+    "job": {"torch", "anyio", "httpx"},
     "mcore": {"torch", "megatron", "transformer_engine"},
     "rollout": {"torch", "safetensors", "httpx", "msgspec", "vllm"},
     "record": {"pyarrow", "torch", "tqdm", "wandb"},

@@ -67,12 +67,13 @@ async def request(
         after_timeout: try again even after an attempt that exceeded ``seconds``.
         sent: ``json`` or ``content``, ``headers`` and ``params`` of httpx.
     """
-    import httpx  # not above: reward workers, which import this module, start fast
+    import anyio  # not above: reward workers, which import this module, start fast
+    import httpx
 
     async def traced(event: str, _: object) -> None:
         # Cancelled earlier, httpcore would keep the connection open for ever.
         if event == "http11.send_request_headers.started":
-            limit.reschedule(end)
+            limit.deadline = end
 
     limits = httpx.Timeout(None, connect=min(CONNECT_SECONDS, seconds))
     sent |= {"timeout": limits, "extensions": {"trace": traced}}
@@ -80,12 +81,13 @@ async def request(
         status, content, problem, last = 0, bytearray(), "", number == attempts
         end = asyncio.get_running_loop().time() + seconds
         try:
-            async with asyncio.timeout(None) as limit, http.stream(method, url, **sent) as response:
-                most = largest if response.status_code == 200 else _REASON_BYTES
-                async for chunk in response.aiter_raw():  # not decompressed, which may expand without limit
-                    content += chunk
-                    if len(content) > most:
-                        break
+            with anyio.fail_after(None) as limit:  # unlike asyncio's, does not interrupt httpcore's clean-up
+                async with http.stream(method, url, **sent) as response:
+                    most = largest if response.status_code == 200 else _REASON_BYTES
+                    async for chunk in response.aiter_raw():  # decompressed it may be without limit
+                        content += chunk
+                        if len(content) > most:
+                            break
             status = response.status_code
             if status != 200:
                 problem = f"{status}: {_reason(content)}"
