@@ -62,13 +62,9 @@ ARMS = {
     "cppo": "CPPO",
     "pnpo": "PNPO",
 }
-MAKE_SUM = (
-    "sqrt measured noise_signal constant gspo luspo "
-    "quarter half double quadruple none dual_clip drift cppo pnpo"
-)
-LEDGER = "sqrt none random constant linear noise_signal"
+MAKE_SUM = "sqrt measured constant gspo luspo quarter half double quadruple none dual_clip drift cppo pnpo"
+LEDGER = "sqrt none random constant linear"
 GROWTH = "sqrt constant linear"
-"""Not noise_signal: its runs are those of sqrt where no L* is measured."""
 LEDGER_COLUMNS = {
     "lre_within_sign": "LRE",
     "accuracy/short_held_out": "accuracy, short",
@@ -115,8 +111,7 @@ def render() -> str:
         growth_steps=growth["sweep"]["keys"]["run"]["steps"],
         growth_lengths="{:.0f} to {:.0f}".format(*growth_lengths(growth)),
         ledger_seeds=len(ledger["sweep"]["seeds"]),
-        ledger_arms=len(ledger["arms"]),
-        ledger_crossovers=crossovers(ledger),
+        ledger_arms=len(LEDGER.split()),
         ledger_needed=seeds_needed(ledger, "constant", "sqrt", "accuracy/long_held_out", 0.02),
         coverage_trials=f"{4 * covered['trials']:,}",
         coverage=coverage(covered),
@@ -127,7 +122,6 @@ def render() -> str:
         bands_seeds=len(bands["sweep"]["seeds"]),
         words=words_table(),
         exponents="{:.2f} to {:.2f}".format(*exponents(bands)),
-        bands_crossovers=crossovers(bands),
         **long_responses(read("long_responses")),
     )
 
@@ -198,15 +192,6 @@ def coverage(found: Mapping[str, Any]) -> str:
         shares = [one[key] for one in found[kind].values() for key in keys]
         body.append([label, f"{min(shares):.1%} to {max(shares):.1%}"])
     return rows(["interval of", "held the truth"], body)
-
-
-def crossovers(found: Mapping[str, Any]) -> str:
-    """The L* that the seeds measured."""
-    values = [run["crossover"] for run in of_arm(found, "noise_signal")]
-    known = [value for value in values if value is not None]
-    missing = len(values) - len(known)
-    none = f" (none in {missing} of {len(values)} seeds)" if missing else ""
-    return f"{min(known):,.0f} to {max(known):,.0f} tokens{none}"
 
 
 def exponents(found: Mapping[str, Any]) -> tuple[float, float]:

@@ -65,7 +65,7 @@ MUTANTS = {
         "test_band.py",
     ),
     "band: width grows as L, not as its power": Mutant(
-        "unit = lengths**exponent", "unit = lengths", "test_band.py",
+        "self.drift * length, length**self.exponent", "self.drift * length, length", "test_band.py",
     ),
     "clip: on the wrong side": Mutant(
         "clipped_low, clipped_high = negative & below, positive & above",
@@ -92,7 +92,7 @@ MUTANTS = {
         "/ (centred.shape[1] - 1)", "/ centred.shape[1]", "test_advantages.py",
     ),
     "noise: by L, not by its power": Mutant(
-        "_median(sums.abs() / width(kept, exponent, crossover))", "_median(sums.abs() / kept)",
+        "_median(sums.abs() / kept**exponent)", "_median(sums.abs() / kept)",
         "test_calibration.py",
     ),
     "cppo: earlier tokens do not count": Mutant(
@@ -338,6 +338,39 @@ MUTANTS = {
     "an entry is unpickled freely": Mutant(
         'torch.load(entry, map_location="cpu", weights_only=True)',
         'torch.load(entry, map_location="cpu", weights_only=False)', "test_megatron_damage.py",
+    ),
+    "rewards: numbers by an absolute difference": Mutant(
+        "return equal_decimals(first, second) if first and second else _within_limits(",
+        "return _within_limits(", "test_math.py reports",
+    ),
+    "rewards: an answer inside thinking": Mutant(
+        "text.rfind(begin) <= text.rfind(end)", "text", "test_extract.py thinking",
+    ),
+    "rewards: sides that contradict each other": Mutant(
+        "if before and after and not equal_decimals(", "if not before and not equal_decimals(",
+        "test_math.py reports",
+    ),
+    "rows: no tools for the template": Mutant(", **task.template", "", "test_prompts.py rendered"),
+    "rows: the answer in the prompt": Mutant(
+        'if messages[-1]["role"] == "assistant":', "if not messages:", "test_prompts.py refused",
+    ),
+    "rows: Arrow's nulls": Mutant("if not (inside and item is None)", "", "test_parquet.py tools"),
+    "resume: other rows": Mutant(
+        '            "rows": rows,', '            "rows": "",', "test_cursor.py elsewhere"
+    ),
+    "end tokens: generation_config.json alone": Mutant(
+        '("generation_config.json", "config.json")', '("generation_config.json",)', "test_tokenizer.py",
+    ),
+    "dumps: one mask of several": Mutant(
+        'for number, name in enumerate(here[1:]) if field == "mask"', "for number, name in ()",
+        "test_explain_dump.py masks",
+    ),
+    "folders: templates by name stay behind": Mutant(
+        ', *folder.glob("additional_chat_templates/*")', "", "test_weights_writer.py along",
+    ),
+    "vLLM: an aborted response ends the run": Mutant(
+        "raise ServerLost(text) from None", "raise BadAnswer(text) from None",
+        "test_vllm_http.py elsewhere",
     ),
     "a checkpoint is named before it is on the disk": Mutant(
         "os.fsync(descriptor)", "pass", "test_durable.py",

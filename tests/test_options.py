@@ -100,7 +100,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
         "run.name rollout.prompts rollout.max_response_tokens data.max_prompt_tokens batch.mini_batches "
         "batch.max_tokens model.layers loss.name parallel.sequence parallel.context fp8.recipe loss.drift "
         "parallel.virtual_pipeline parallel.collective_seconds loss.c_dual loss.exponent "
-        "loss.shape loss.crossover optimizer.lr optimizer.lr_min optimizer.lr_decay_steps reward.also "
+        "optimizer.lr optimizer.lr_min optimizer.lr_decay_steps reward.also "
         "reward.url reward.overlong_tokens log.profile "
         "correction.name rollout.top_p rollout.old_log_probs rollout.max_staleness vllm.transfer "
         "lora.rank lora.alpha lora.rslora lora.targets lora.start moe.replay environment.name "

@@ -29,6 +29,7 @@ from megatron_fspo.weights import (
     read_manifest,
     size_in_bytes,
 )
+from megatron_fspo.weights.folder import differing_side_files
 
 LENGTHS = (7, 64, 200)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -72,7 +73,7 @@ def _check_logits(first: Path, second: Path | None, layout: str) -> None:
 
 
 def _bits(first: Path, second: Path | None) -> Iterator[Difference]:
-    """Yield tensors that differ from the second checkpoint, or else from the manifest."""
+    """Yield tensors and files that differ from the second checkpoint, or else from the manifest."""
     arch = read_architecture(first)
     reader = open_checkpoint(first, arch)
     with progress_bar(size_in_bytes(reader), "comparing") as progress:
@@ -86,6 +87,8 @@ def _bits(first: Path, second: Path | None) -> Iterator[Difference]:
         if other != arch:
             keys = [key for key, value in vars(arch).items() if value != getattr(other, key)]
             raise InputError(f"{first} and {second} are different models: {', '.join(keys)} differ")
+        for name in differing_side_files(first, second):
+            yield Difference(name, "is not in both folders, or not the same")
         yield from compare(reader, open_checkpoint(second, arch), arch, progress)
 
 
@@ -93,7 +96,7 @@ def _describe(differences: Sequence[Difference], first: Path, second: Path | Non
     what = f"{first} and {second}" if second else f"{first} and its manifest"
     if not differences:
         return f"{what}: bit for bit the same"
-    lines = [f"{what}: {len(differences)} tensors differ"]
+    lines = [f"{what}: {len(differences)} tensors or files differ"]
     for one in differences[:20]:
         detail = f"{one.values:,} values, by up to {one.largest:.3g}" if one.values else one.what
         lines.append(f"  {one.name}: {detail}")

@@ -110,15 +110,30 @@ def save_config(config: Config, path: Path) -> None:
     partial.rename(path)
 
 
+ON_RESUME: Mapping[str, str] = {
+    **dict.fromkeys("run evaluation checkpoint log vllm".split(), ""),
+    "parallel": " (the same numbers up to rounding)",
+    **dict.fromkeys(
+        "model lora fp8 moe data reward environment rollout loss correction batch optimizer".split(),
+        " (other numbers from here on)",
+    ),
+}
+"""What a change of a section's keys does to a resumed run, unless it is refused, as are other rows and seeds
+and what changes the function of the loaded weights."""
+
+
 def config_changes(config: Config) -> list[str]:
-    """Return the differences from the run's ``config.toml``, if it has one, as ``key: old -> new`` lines.
-    Raises ``InputError`` if that file is not a valid configuration."""
+    """Return the differences from the run's ``config.toml``, if it has one, as ``key: old -> new`` lines with
+    what they do. Raises ``InputError`` if that file is not a valid configuration."""
     path = config.run_folder / "config.toml"
     if not path.exists():
         return []
-    before, after = load_config(path).model_dump(mode="json"), config.model_dump(mode="json")
-    return [
-        f"{section}.{key}: {before[section].get(key)} -> {keys.get(key)}"
+    old = load_config(path)
+    before, after = (one.model_dump(mode="json") for one in (old, config))
+    first, last = (one.optimizer.over(one.optimizer_steps).lr_decay_steps for one in (old, config))
+    falls = config.optimizer.lr_decay != "constant" and first != last
+    return [f"the learning rate reaches its minimum at optimizer step {last}, not {first}"] * falls + [
+        f"{section}.{key}: {before[section].get(key)} -> {keys.get(key)}{ON_RESUME[section]}"
         for section, keys in after.items()
         for key in sorted(keys.keys() | before[section].keys())
         if before[section].get(key) != keys.get(key)

@@ -31,6 +31,10 @@ class Reward(Section):
         description="where the answer is (last match); auto: `\\boxed{}`, else after `Answer:`, else "
         "after `####`",
     )
+    end_of_thinking: str = Field(
+        "</think>",
+        description="the answer follows the last such mark, which begins thinking without `/`; empty: off",
+    )
     url: str | None = Field(None, description="for `http`: the verifier")
     workers: PositiveInt = Field(
         4, description="grading processes per data-parallel rank, for `math` and `reasoning_gym`"

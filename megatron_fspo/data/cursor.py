@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections import Counter, deque
 from collections.abc import Sequence
 from fractions import Fraction
+from hashlib import blake2b
 from typing import Any
 
 from megatron_fspo.config.data import Data
@@ -30,10 +32,11 @@ class PromptCursor:
     Sampling ahead takes the batches of later steps early, so the cursor's position differs from where the
     open batches began. A resumed run needs both: it repeats the open batches, then continues at the position.
 
-    Prompts are numbered set by set; a batch has ``size`` prompts. Raises ``InputError`` if a set is empty.
+    Prompts are numbered set by set, and ``rows`` is their digest; a batch has ``size`` prompts. Raises
+    ``InputError`` if a set is empty.
     """
 
-    def __init__(self, sets: Sets, seed: int, *, size: int, shuffle: bool = True) -> None:
+    def __init__(self, sets: Sets, seed: int, *, size: int, shuffle: bool = True, rows: str = "") -> None:
         if empty := [name for name, prompts, _ in sets if prompts < 1]:
             raise InputError(f"the data set {empty[0]!r} has no prompts; at least one is needed")
         shares = _shares(sets)
@@ -56,6 +59,7 @@ class PromptCursor:
             "sets": [[name, prompts, str(w)] for (name, prompts, _), w in zip(sets, shares, strict=True)],
             "seed": seed,
             "shuffle": shuffle,
+            "rows": rows,
         }
 
     def batch(self) -> list[int]:
@@ -165,6 +169,14 @@ class _Epochs:
             if self.offset == len(self.order):
                 self.seek(self.epoch + 1, 0)
         return taken
+
+
+def digest_of(prompts: Sequence[Prompt]) -> str:
+    """Return a digest of the texts and answers of prompts, in order."""
+    digest = blake2b(digest_size=16)
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.text, prompt.answer]).encode())
+    return digest.hexdigest()
 
 
 def mixture(prompts: Sequence[Prompt], data: Data) -> Sets:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 _BATCH_ROWS = 1024
+_TOOL_KEYS = ("arguments", "parameters", "tools")
+"""Objects whose keys differ between rows: Arrow gives every row the keys of all, as null."""
 
 
 def read_parquet(path: Path, needed: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
@@ -41,13 +43,38 @@ def read_parquet(path: Path, needed: Sequence[str] = ()) -> Iterator[dict[str, A
         raise InputError(f"{path}: not parquet, cut short or damaged{after}: {reason}") from error
 
 
+def unread_columns(path: Path) -> dict[str, str]:
+    """Return the names of the columns that :func:`read_parquet` leaves out, with their types; empty for a
+    file that is not ``.parquet``."""
+    if path.suffix.lower() != ".parquet":
+        return {}
+    from pyarrow import parquet
+
+    return {field.name: str(field.type) for field in parquet.read_schema(path) if not _is_json(field.type)}
+
+
+def _without_nulls(value: Any, inside: bool = False) -> Any:
+    """Return a value without the nulls in objects of ``_TOOL_KEYS``."""
+    if isinstance(value, list):
+        return [_without_nulls(item, inside) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _without_nulls(item, inside or key in _TOOL_KEYS)
+        for key, item in value.items()
+        if not (inside and item is None)
+    }
+
+
 def _values(path: Path, batch: pyarrow.RecordBatch, before: int) -> list[dict[str, Any]]:
     """Return the rows of a batch; ``before`` is the number of rows before it in the file."""
     wrong = (UnicodeError, KeyError, RecursionError)  # KeyError: a map has a key twice
     try:
         if not batch.num_columns:
             return [{} for _ in range(batch.num_rows)]
-        columns = [_column(column) for column in batch.columns]
+        columns = [
+            _column(name, column) for name, column in zip(batch.schema.names, batch.columns, strict=True)
+        ]
         return [dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True)]
     except wrong:
         for number, name in ((n, name) for n in range(batch.num_rows) for name in batch.schema.names):
@@ -59,7 +86,7 @@ def _values(path: Path, batch: pyarrow.RecordBatch, before: int) -> list[dict[st
         raise
 
 
-def _column(column: pyarrow.Array) -> list[Any]:
+def _column(name: str, column: pyarrow.Array) -> list[Any]:
     """Return the values of a column, one per row."""
     from pyarrow import types
 
@@ -70,7 +97,10 @@ def _column(column: pyarrow.Array) -> list[Any]:
             # Convert all at once: one Arrow object per token log-prob takes ten times as long.
             numbers, ends = items.to_numpy().tolist(), column.value_lengths().to_numpy().cumsum().tolist()
             return [numbers[i:j] for i, j in zip([0, *ends], ends, strict=False)]
-    return list(column.to_pylist(maps_as_pydicts="strict"))
+    values = column.to_pylist(maps_as_pydicts="strict")
+    return (
+        [_without_nulls(value, name in _TOOL_KEYS) for value in values] if types.is_nested(kind) else values
+    )
 
 
 def _columns(path: Path, schema: pyarrow.Schema, needed: Sequence[str]) -> list[str] | None:
@@ -100,11 +130,11 @@ def _is_json(kind: pyarrow.DataType) -> bool:
         return _is_json(kind.value_type)
     if types.is_struct(kind):
         return all(_is_json(kind.field(i).type) for i in range(kind.num_fields))
-    simple = (types.is_null, types.is_boolean, types.is_integer, types.is_float32, types.is_float64)
+    simple = (types.is_null, types.is_boolean, types.is_integer, types.is_floating)
     return _is_text(kind) or any(test(kind) for test in simple)
 
 
 def _is_text(kind: pyarrow.DataType) -> bool:
     from pyarrow import types
 
-    return bool(types.is_string(kind) or types.is_large_string(kind))
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))

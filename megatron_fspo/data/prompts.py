@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from megatron_fspo.config.data import Data
+from megatron_fspo.data.parquet import unread_columns
 from megatron_fspo.data.rows import read_rows
-from megatron_fspo.data.tasks import Source, Task, Which, check_source, encode, read_task, sources_of
+from megatron_fspo.data.tasks import MEDIA, Source, Task, Which, check_source, encode, read_task, sources_of
 from megatron_fspo.errors import Attempts, InputError
 from megatron_fspo.types import Prompt
 
@@ -36,10 +37,13 @@ class LoadedSet:
     """Rows in the file."""
     dropped: Counter[str]
     """Rows that are not among the prompts, by key of ``_WHY``."""
+    columns: Mapping[str, str]
+    """Type of each column that is no JSON type, and so in no prompt's fields."""
 
     def left_out(self) -> str:
-        """Return how many rows were left out, and why; empty if none."""
-        return ", ".join(f"{self.dropped[key]:,} {why}" for key, why in _WHY.items() if self.dropped[key])
+        """Return how many rows were left out, and why, and which columns; empty if none."""
+        rows = [f"{self.dropped[key]:,} {why}" for key, why in _WHY.items() if self.dropped[key]]
+        return ", ".join([*rows, *(f"the column {name} ({kind})" for name, kind in self.columns.items())])
 
 
 def load_sets(data: Data, which: Which, tokenizer: PreTrainedTokenizerBase) -> tuple[LoadedSet, ...]:
@@ -76,7 +80,7 @@ def load_set(
     dropped: Counter[str] = Counter()
     kept: list[tuple[Task, str, tuple[int, ...]]] = []
     rows = 0
-    for row in read_rows(source.file, (source.prompt_key, source.answer_key)):
+    for row in read_rows(source.file, (*MEDIA, source.prompt_key, source.answer_key)):
         rows += 1
         task = read_task(row, source)
         novelty = seen.add(task)
@@ -111,7 +115,9 @@ def load_set(
         )
         for index, (task, text, ids) in enumerate(kept, start=start)
     ]
-    return LoadedSet(source=source, prompts=tuple(prompts), rows=rows, dropped=dropped)
+    return LoadedSet(
+        source=source, prompts=tuple(prompts), rows=rows, dropped=dropped, columns=unread_columns(source.file)
+    )
 
 
 class Seen:

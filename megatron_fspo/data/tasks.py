@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +23,7 @@ Which = Literal["train", "validation"]
 """The training or the evaluation files of a run."""
 LONGEST_GRADABLE = 1000
 """Most characters of a gradable answer."""
+_OWN_VARIABLES = {"messages", "conversation", "tools", "tokenize", "add_generation_prompt", "return_dict"}
 _KEYS = ("prompt_key", "answer_key", "answer_after", "template", "chat_template")
 PRESETS: dict[PresetName, tuple[str | bool, ...]] = {
     "raw": ("prompt", "answer", "", "plain", False),
@@ -33,6 +36,8 @@ PRESETS: dict[PresetName, tuple[str | bool, ...]] = {
 }
 """For each file format, the values of ``_KEYS``. The prompts in DAPO's and slime's files include
 instructions; the others are bare questions, and their template asks for an answer in a box."""
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns of other trainers' data that are parts of a prompt which a text model cannot read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +85,13 @@ class Task:
     """Messages with ``role`` and ``content``, as in the file; a text question is one user message."""
     answer: str
     """The answer as spelled in the file; never blank."""
+    template: dict[str, Any]
+    """Variables of the chat template: the row's ``tools``, and those in its ``chat_template_kwargs``."""
 
     @cached_property
     def question(self) -> bytes:
-        """Digest of the messages: equal for equal questions."""
-        text = json.dumps(self.messages, sort_keys=True)
+        """Digest of the messages and template variables: equal for equal questions."""
+        text = json.dumps([self.messages, self.template] if self.template else self.messages, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
@@ -92,8 +99,13 @@ def read_task(row: Row, source: Source) -> Task:
     """Return the task of a row. Raises ``InputError`` naming file, line and field."""
     tree = row.tree()
     fields = row.fields(tree)
+    for name in MEDIA:
+        if name != source.prompt_key and fields.get(name):
+            row.fail(f"{name!r} holds media: only text is supported; remove the column to train on the text")
     messages = _messages(row, _value(row, fields, source.prompt_key), source)
-    return Task(row=row, fields=fields, messages=messages, answer=_answer(row, tree, source))
+    template = _template_variables(row, fields, source)
+    answer = _answer(row, tree, source)
+    return Task(row=row, fields=fields, messages=messages, answer=answer, template=template)
 
 
 def gradable(answer: str) -> bool:
@@ -133,8 +145,14 @@ def encode(task: Task, source: Source, tokenizer: PreTrainedTokenizerBase) -> tu
     messages = conversation(task, source)
     text = str(messages[0]["content"])
     if source.chat_template:
+        for name in task.template.keys() - _words(str(tokenizer.chat_template)):
+            task.row.fail(f"{name!r} is no variable of the chat template: it would change nothing")
         try:
-            text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+            text = str(
+                tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=False, **task.template
+                )
+            )
         except Exception as error:  # the template is code from the checkpoint and may raise anything
             reason = str(error).strip().partition("\n")[0]
             task.row.fail(f"the chat template rejects {source.prompt_key!r}: {reason}", error)
@@ -142,6 +160,13 @@ def encode(task: Task, source: Source, tokenizer: PreTrainedTokenizerBase) -> tu
     if not ids:
         task.row.fail(f"{source.prompt_key!r} is empty: it has no tokens ({text[:40]!r})")
     return text, ids
+
+
+@cache
+def _words(template: str) -> frozenset[str]:
+    """Return the names in a chat template, without text between quotation marks."""
+    code = " ".join(re.findall(r"\{[{%].*?[%}]\}", template, re.DOTALL))
+    return frozenset(re.findall(r"\w+", re.sub(r"'(?:\\.|[^'])*'|\"(?:\\.|[^\"])*\"", "", code)))
 
 
 def _value(row: Row, tree: dict[str, Any], key: str) -> Any:
@@ -164,6 +189,10 @@ def _value(row: Row, tree: dict[str, Any], key: str) -> Any:
 
 def _messages(row: Row, prompt: Any, source: Source) -> list[dict[str, Any]]:
     key = source.prompt_key
+    if isinstance(prompt, str) and prompt.lstrip().startswith("[{"):
+        with suppress(ValueError, RecursionError):  # as Arrow files keep messages with different keys
+            told = json.loads(prompt)
+            prompt = told if all("role" in one and "content" in one for one in told) else prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not (
         isinstance(messages, list)
@@ -176,6 +205,8 @@ def _messages(row: Row, prompt: Any, source: Source) -> list[dict[str, Any]]:
             f"{key!r} must be a string or a list of messages, objects with the strings"
             f" 'role' and 'content'; got {held}"
         )
+    if messages[-1]["role"] == "assistant":
+        row.fail(f"{key!r} ends with a message of the assistant, which the policy has to write: remove it")
     if not any(message["content"] for message in messages):
         row.fail(f"{key!r} is empty: it has no text")
     if not source.chat_template and [message["role"] for message in messages] != ["user"]:
@@ -185,6 +216,26 @@ def _messages(row: Row, prompt: Any, source: Source) -> list[dict[str, Any]]:
             "with chat_template it may be a list of messages"
         )
     return messages
+
+
+def _template_variables(row: Row, fields: dict[str, Any], source: Source) -> dict[str, Any]:
+    variables, tools = (_of_json(row, name, fields.get(name)) for name in ("chat_template_kwargs", "tools"))
+    if not (isinstance(tools, list | None) and all(isinstance(tool, dict) for tool in tools or ())):
+        row.fail(f"'tools' must be a list of objects, got {kind(tools)}")
+    if not isinstance(variables, dict | None) or _OWN_VARIABLES & (variables or {}).keys():
+        row.fail(f"'chat_template_kwargs' must be an object without {', '.join(sorted(_OWN_VARIABLES))}")
+    given = (variables or {}) | ({"tools": tools} if tools else {})
+    if given and not source.chat_template:
+        row.fail(f"{min(given)!r} is for a chat template: set chat_template = true, or remove it")
+    return given
+
+
+def _of_json(row: Row, name: str, value: Any) -> Any:
+    """Return a value, or what its text means as JSON: Arrow files keep objects of different shapes so."""
+    try:
+        return json.loads(value) if isinstance(value, str) and value.strip() else value or None
+    except (ValueError, RecursionError) as error:
+        row.fail(f"{name!r} is not JSON: {error}", error)
 
 
 def _answer(row: Row, tree: dict[str, Any], source: Source) -> str:

@@ -91,7 +91,8 @@ def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, checkpoint_dir: str | Path, further: Sequence[int] = ()
 ) -> tuple[int, ...]:
     """Return the ids that end a response, each once: the tokenizer's eos, those in ``generation_config.json``
-    (Qwen3 lists ``<|im_end|>`` and ``<|endoftext|>``), and ``further`` ones from the user.
+    (Qwen3 lists ``<|im_end|>`` and ``<|endoftext|>``) or else ``config.json``, and ``further`` ones from the
+    user.
 
     Raises:
         InputError: there are none, the file has invalid ids, or the tokenizer does not know some of
@@ -103,8 +104,10 @@ def stop_token_ids(
         raise InputError(
             f"rollout.stop_token_ids has {unknown}, but the tokenizer's ids end at {len(tokenizer) - 1}"
         )
-    path = Path(checkpoint_dir) / "generation_config.json"
-    if path.is_file():
+    for name in ("generation_config.json", "config.json"):  # the second counts if the first has none
+        path = Path(checkpoint_dir) / name
+        if not path.is_file():
+            continue
         try:
             config: Any = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
@@ -114,10 +117,13 @@ def stop_token_ids(
         if not isinstance(config, dict) or not all(type(token) is int and token >= 0 for token in own):
             raise InputError(f"{path}: eos_token_id must be a token id or a list of them, got {given!r}")
         ids += own
+        if own:
+            break
     ids += further
     if not ids:
         raise InputError(
-            f"{checkpoint_dir}: no stop token: tokenizer_config.json has no eos_token and"
-            " generation_config.json no eos_token_id. Responses could not end; set rollout.stop_token_ids"
+            f"{checkpoint_dir}: no stop token: tokenizer_config.json has no eos_token, and"
+            " generation_config.json and config.json no eos_token_id. Responses could not end; set"
+            " rollout.stop_token_ids"
         )
     return tuple(dict.fromkeys(ids))

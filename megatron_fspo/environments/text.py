@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from megatron_fspo.config.environment import Environment
 
 
-_ATTEMPTS = 4
-"""Maximum attempts of a tool server's answer."""
+_ATTEMPTS = 4  # of a tool server's answer
 
 
 class TextEnvironment:

@@ -22,8 +22,7 @@ T = TypeVar("T")
 
 CONNECT_SECONDS = 10.0
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0  # seconds between attempts
-_REASON_BYTES = 10_000
-"""Maximum bytes that are read of an error's page."""
+_REASON_BYTES = 10_000  # read of an error's page
 # Not the global generator: its numbers must be reproducible in a run.
 _jitter = random.Random()
 

@@ -22,7 +22,6 @@ from megatron_fspo.objective.calibration import (
     BandCalibrator,
     drift_from_kl,
     drift_from_sigma,
-    fit_crossover,
     fit_exponent,
 )
 from megatron_fspo.objective.noise import Noise
@@ -39,17 +38,16 @@ Width = Annotated[float, Field(gt=0, le=3)]  # a single token's ratio of e^3 = 2
 class FSPOLoss(Loss):
     """FSPO (arXiv 2509.09177): clip S to a band that grows as √L; mean over sequences.
 
-    `J = min(e^S A, e^clip(S) A)`, where clip limits S to [-c_low w + d L, c_high w + d L]; w is L^exponent
-    unless `shape` changes it, and d is the drift. The paper's abstract has the √L band; S as a sum, the
-    minimum and two widths are second-hand; the dual clip, other exponents and shapes, `temper`, `calibrate`,
-    `noise` and the forms of the drift are ours.
+    `J = min(e^S A, e^clip(S) A)`, where clip limits S to [-c_low w + d L, c_high w + d L]; w is L^exponent,
+    and d is the drift. The paper's abstract has the √L band; S as a sum, the minimum and two widths are
+    second-hand; the dual clip, other exponents, `temper`, `calibrate`, `noise` and the forms of the drift are
+    ours.
     """
 
     VERIFIED: ClassVar = {
         "fspo": {"c_low": 0.05, "c_high": 0.05},
         "fspo-drift": dict(c_low=0.04, c_high=0.06, drift="given", drift_value=-0.002, dual_clip="off"),
         "fspo-dual": {"c_low": 0.05, "c_high": 0.02, "c_dual": 0.02},
-        "fspo-noise-signal": {"c_low": 0.04, "c_high": 0.03, "shape": "noise_signal", "crossover": 12.0},
         "fspo-temper": {"c_low": 0.05, "c_high": 0.04, "c_dual": 0.05, "temper": 0.4},
         "fspo-turn": {"c_low": 0.05, "c_high": 0.04, "c_dual": 0.06, "unit": "turn"},
         "fspo-entropy-kl": dict(
@@ -71,15 +69,6 @@ class FSPOLoss(Loss):
     exponent: Annotated[float, Field(ge=0, le=1)] | Literal["measured"] = Field(
         0.5,
         description="0.5 in the paper; measured: `calibrate` measures it with the width, from 0.5 to 1",
-    )
-    shape: Literal["power", "noise_signal"] = Field(
-        "power",
-        description="growth of the band. power: L^exponent; noise_signal: sqrt(L + L^2 / crossover)",
-    )
-    crossover: Annotated[float, Field(gt=0)] | Literal["measured"] = Field(
-        "measured",
-        description="L* of noise_signal, in tokens: where noise and a shift common to all tokens are equal "
-        "in S; measured: `calibrate` measures it",
     )
     temper: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0,
@@ -123,21 +112,20 @@ class FSPOLoss(Loss):
                 f"loss.c_dual = {self.c_dual:g} is less than loss.c_high = {self.c_high:g}: the dual clip "
                 "would lie inside the band"
             )
-        key, other = ("exponent", "crossover") if self.shape == "power" else ("crossover", "exponent")
-        if (value := getattr(self, other)) not in (0.5, "measured"):
-            raise ValueError(f"loss.{other} = {value:g} does nothing with loss.shape = {self.shape}")
-        if getattr(self, key) == "measured" and self.calibrate < 3:
-            raise ValueError(f"loss.{key} = measured needs loss.calibrate of 3 or more, not {self.calibrate}")
+        if self.exponent == "measured" and self.calibrate < 3:
+            raise ValueError(
+                f"loss.exponent = measured needs loss.calibrate of 3 or more, not {self.calibrate}"
+            )
         return self
 
     def moved(
-        self, *, c_low: float, c_high: float, drift: float | None = None, **shape: float | None
+        self, *, c_low: float, c_high: float, drift: float | None = None, exponent: float | None = None
     ) -> FSPOLoss:
-        """Return the loss with another band; ``c_dual`` scales with ``c_high``. ``shape`` may set
-        ``exponent`` and ``crossover``; None leaves a key unchanged."""
+        """Return the loss with another band; ``c_dual`` scales with ``c_high``, and None leaves a key
+        unchanged."""
         c_dual = None if self.c_dual is None else self.c_dual * c_high / self.c_high
         changes: dict[str, Any] = {"c_low": c_low, "c_high": c_high, "c_dual": c_dual}
-        changes |= {key: value for key, value in shape.items() if value is not None}
+        changes |= {} if exponent is None else {"exponent": exponent}
         changes |= {} if drift is None else {"drift": "given", "drift_value": drift}
         return self.model_copy(update=changes)
 
@@ -146,13 +134,10 @@ class FSPOLoss(Loss):
 
     def band(self) -> FSPOBand:
         """Return the band of these keys: without drift if it is to be estimated, and of width √L if the
-        exponent or L* is still to be measured; see :meth:`moved`."""
+        exponent is still to be measured; see :meth:`moved`."""
         drift = self.drift_value if self.drift == "given" else 0.0
         power = 0.5 if self.exponent == "measured" else self.exponent
-        crossover = None if self.shape == "power" or self.crossover == "measured" else self.crossover
-        return FSPOBand(
-            c_low=self.c_low, c_high=self.c_high, drift=drift, exponent=power, crossover=crossover
-        )
+        return FSPOBand(c_low=self.c_low, c_high=self.c_high, drift=drift, exponent=power)
 
     def objective(self) -> SequenceLevel:
         clip, unit = self._dual_clip(), self.unit
@@ -161,14 +146,12 @@ class FSPOLoss(Loss):
     def _dual_clip(self) -> DualClip | None:
         if self.dual_clip == "length_fair":
             band, c = self.band(), self.c_dual or 2 * self.c_high
-            return LengthFairDualClip(c=c, exponent=band.exponent, drift=band.drift, crossover=band.crossover)
+            return LengthFairDualClip(c=c, exponent=band.exponent, drift=band.drift)
         return ConstantDualClip(ratio=self.dual_clip_ratio) if self.dual_clip == "constant" else None
 
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
         length, s = len(log_ratio), log_ratio.sum()[None]
         width = length ** (0.5 if self.exponent == "measured" else self.exponent)
-        if self.shape == "noise_signal" and self.crossover != "measured":
-            width = (length + length**2 / self.crossover) ** 0.5
         centre = self.drift_value * length if self.drift == "given" else 0.0
         inside = s.clamp(centre - self.c_low * width, centre + self.c_high * width)
         limit = None
@@ -186,14 +169,10 @@ class FSPOLoss(Loss):
         return wider.model_copy(update={"calibrate": 0})
 
     def fitted(self, log_ratio_sums: Tensor, lengths: Tensor) -> FSPOLoss:
-        if self.exponent == "measured":
-            exponent = fit_exponent(log_ratio_sums, lengths)
-            return self.model_copy(update={"exponent": min(max(0.5, exponent), 1.0)})  # NaN becomes 0.5
-        if self.shape == "power" or self.crossover != "measured":
+        if self.exponent != "measured":
             return self
-        crossover = fit_crossover(log_ratio_sums, lengths)
-        changes = {"shape": "power"} if crossover is None else {"crossover": crossover}
-        return self.model_copy(update=changes)
+        exponent = fit_exponent(log_ratio_sums, lengths)
+        return self.model_copy(update={"exponent": min(max(0.5, exponent), 1.0)})  # NaN becomes 0.5
 
     def start(self, noise: Noise | None = None, *, longest: int, updates: int = 1) -> FSPOState:
         return FSPOState(self, noise, longest=longest, updates=updates)
@@ -260,15 +239,14 @@ class FSPOLoss(Loss):
         c_low, c_high, drift = map(last, ("fspo/c_low", "fspo/c_high", "fspo/drift"))
         if math.isnan(c_low + c_high + drift):
             return None
-        # The run in docs/gallery did not log the exponent; L* is logged only if there is one.
-        shape = {name: last(f"fspo/{name}") for name in ("exponent", "crossover")}
-        shape = {name: value for name, value in shape.items() if not math.isnan(value)}
-        return self.moved(c_low=c_low, c_high=c_high, drift=drift, **shape)
+        exponent = last("fspo/exponent")  # the run in docs/gallery did not log it
+        known = None if math.isnan(exponent) else exponent
+        return self.moved(c_low=c_low, c_high=c_high, drift=drift, exponent=known)
 
 
 class FSPOState(LossState):
-    """The band of FSPO during a run. Calibration on whole rollouts changes its width and shape; an estimated
-    drift moves it by less than its half width for up to ``longest`` tokens, so S = 0 stays inside."""
+    """The band of FSPO during a run. Calibration on whole rollouts changes its width and exponent; an
+    estimated drift moves it by less than its half width up to ``longest`` tokens, so S = 0 stays inside."""
 
     def __init__(self, loss: FSPOLoss, noise: Noise | None, *, longest: int, updates: int) -> None:
         self._loss: FSPOLoss = loss if noise is None else loss._from(noise)
@@ -279,18 +257,15 @@ class FSPOState(LossState):
         self._drift = 0.0
         if loss.calibrate:
             window = math.ceil(loss.calibrate / updates) * updates
-            crossover = None if loss.shape == "power" else loss.crossover
-            self._calibrator = BandCalibrator(
-                mini_batches=window, exponent=loss.exponent, crossover=crossover
-            )
+            self._calibrator = BandCalibrator(mini_batches=window, exponent=loss.exponent)
 
     def _section(self, *, on_policy: bool = False) -> FSPOLoss:
         loss = self._loss
         # c is the mean of c_low and c_high, which keep their ratio.
         if self._calibrator is not None and (c := self._calibrator.c) is not None:
             scale = 2 * c / (loss.c_low + loss.c_high)
-            shape = {"exponent": self._calibrator.exponent, "crossover": self._calibrator.crossover}
-            loss = loss.moved(c_low=scale * loss.c_low, c_high=scale * loss.c_high, **shape)
+            exponent = self._calibrator.exponent
+            loss = loss.moved(c_low=scale * loss.c_low, c_high=scale * loss.c_high, exponent=exponent)
         if not self._estimates_drift:
             return loss
         # A little less than the half width, so that rounding does not put S = 0 outside.
@@ -321,19 +296,17 @@ class FSPOState(LossState):
             return f"{text}, until two windows of {calibrator.mini_batches} mini-batches agree on sigma-hat"
         if calibrator.measured is not None:
             low, high = calibrator.measured.interval
-            shape = f"exponent = {calibrator.exponent:.3f}, L* = {calibrator.crossover or 'none'}"
             text += (
-                f", {shape} (S grows as L^{calibrator.measured.value:.3f}, 95% interval {low:.3f} to "
-                f"{high:.3f})"
+                f", exponent = {calibrator.exponent:.3f} (S grows as L^{calibrator.measured.value:.3f}, 95% "
+                f"interval {low:.3f} to {high:.3f})"
             )
         elif calibrator.refusal is not None:
-            text += f"; the band keeps its shape, which cannot be measured: {calibrator.refusal}"
+            text += f"; the band keeps its exponent, which cannot be measured: {calibrator.refusal}"
         return text
 
     def metrics(self) -> dict[str, float]:
         band = self._section().band()
-        names = ("c_low", "c_high", "drift", "exponent", "crossover")
-        return {f"fspo/{name}": value for name in names if (value := getattr(band, name)) is not None}
+        return {f"fspo/{name}": getattr(band, name) for name in ("c_low", "c_high", "drift", "exponent")}
 
     def noise_metrics(self, lengths: Tensor, out_of_band: float) -> dict[str, float]:
         """Return ``fspo/noise_clip_rate``, the share that noise alone is expected to put out of band, and
@@ -384,9 +357,7 @@ class FSPOState(LossState):
             try:
                 self._calibrator.load_state_dict(measured)
             except ValueError as error:
-                raise InputError(
-                    f"loss.calibrate, loss.exponent or loss.crossover has changed: {error}"
-                ) from None
+                raise InputError(f"loss.calibrate or loss.exponent has changed: {error}") from None
 
 
 def _growth(s: Tensor, length: int, temper: float) -> Tensor:

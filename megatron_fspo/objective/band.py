@@ -40,18 +40,17 @@ class DualClip(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FSPOBand:
-    """FSPO's band: −c_low·w(L) + drift·L <= S <= c_high·w(L) + drift·L, with ratio e^S. w is :func:`width`.
+    """FSPO's band: −c_low·L^a + drift·L <= S <= c_high·L^a + drift·L, with ratio e^S.
 
     If token log-ratios are independent, S is asymptotically normal with a variance proportional to L. With
-    w = √L, the share of sequences outside is then the same at every length. If updates also shift all tokens
-    of a response together, the variance is n²·L + s²·L², and w = √(L + L²/L*), L* = n²/s², does the same.
+    a = ½, the share of sequences outside is then the same at every length.
 
     Example::
 
         FSPOBand(c_low=0.03, c_high=0.03)
 
     Source: the √L band is in the abstracts of arXiv 2509.09177, a KL-corrected drift term in that of v1.
-    Second-hand: c_low ≠ c_high, c near 0.03, drift ≈ 0. Ours: the form of the drift, other exponents, L*.
+    Second-hand: c_low ≠ c_high, c near 0.03, drift ≈ 0. Ours: the form of the drift, other exponents.
     Raises ``ValueError`` naming the invalid field.
     """
 
@@ -62,17 +61,15 @@ class FSPOBand:
     """Centre of the band in nats per token: 0, or −KL(old‖new) from ``calibration.drift_from_*``."""
     exponent: float = 0.5
     """a, from 0 (constant band) to 1 (band on the mean log-ratio S/L)."""
-    crossover: float | None = None
-    """L* in tokens; None: w(L) = L^a."""
 
     def __post_init__(self) -> None:
         require_positive("FSPOBand.c_low", self.c_low)
         require_positive("FSPOBand.c_high", self.c_high)
-        _require_shape("FSPOBand", self.drift, self.exponent, self.crossover)
+        _require_shape("FSPOBand", self.drift, self.exponent)
 
     def bounds(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
         length = _floating(lengths)
-        centre, unit = self.drift * length, width(length, self.exponent, self.crossover)
+        centre, unit = self.drift * length, length**self.exponent
         return centre - self.c_low * unit, centre + self.c_high * unit
 
     def log_ratio_scale(self, lengths: Tensor) -> Tensor:
@@ -130,24 +127,23 @@ class GSPOBand(_RatioBand):
 
 @dataclass(frozen=True, kw_only=True)
 class LengthFairDualClip:
-    """Dual clip S <= c·w(L) + drift·L for A < 0, which clips the same share of sequences at every length.
+    """Dual clip S <= c·L^a + drift·L for A < 0, which clips the same share of sequences at every length.
 
-    Give it the exponent, L* and drift of the band, and about twice its c_high. Source: ours.
+    Give it the exponent and drift of the band, and about twice its c_high. Source: ours.
     Raises ``ValueError`` naming the invalid field.
     """
 
     c: float
     exponent: float = 0.5
     drift: float = 0.0
-    crossover: float | None = None
 
     def __post_init__(self) -> None:
         require_positive("LengthFairDualClip.c", self.c)
-        _require_shape("LengthFairDualClip", self.drift, self.exponent, self.crossover)
+        _require_shape("LengthFairDualClip", self.drift, self.exponent)
 
     def log_bound(self, lengths: Tensor, scale: Tensor) -> Tensor:
         length = _floating(lengths)
-        return self.c * width(length, self.exponent, self.crossover) + self.drift * length
+        return self.c * length**self.exponent + self.drift * length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,13 +165,6 @@ class ConstantDualClip:
         return math.log(self.ratio) / scale
 
 
-def width(lengths: Tensor, exponent: float = 0.5, crossover: float | None = None) -> Tensor:
-    """Return w(L) [N] for floating L [N]: L^a, or with a crossover L^a·√(1 + L/L*), √(L + L²/L*) for a =
-    ½."""
-    unit = lengths**exponent
-    return unit if crossover is None else unit * (1 + lengths / crossover).sqrt()
-
-
 def _floating(lengths: Tensor) -> Tensor:
     return lengths if lengths.is_floating_point() else lengths.float()
 
@@ -186,10 +175,8 @@ def require_positive(field: str, value: float) -> None:
         raise ValueError(f"{field} must be finite and above 0, got {value}")
 
 
-def _require_shape(owner: str, drift: float, exponent: float, crossover: float | None) -> None:
+def _require_shape(owner: str, drift: float, exponent: float) -> None:
     if not math.isfinite(drift):
         raise ValueError(f"{owner}.drift must be finite, got {drift}")
     if not 0.0 <= exponent <= 1.0:
         raise ValueError(f"{owner}.exponent must be from 0 to 1, got {exponent}")
-    if crossover is not None:
-        require_positive(f"{owner}.crossover", crossover)

@@ -2,8 +2,7 @@
 
 Growth is the exponent a in spread(S) ∝ L^a. Independent tokens (noise) give a = ½. What an update shifts in
 all tokens of a response adds up faster, up to a = 1, and a √L band then clips long responses more often. So a
-run may measure a. If S has both noise and a common shift, no power fits; a run may then measure the length L*
-at which the two are equal.
+run may measure a.
 
 The spread is the 70% quantile of |S| in each length bin. S has heavy tails, so a few sequences would decide a
 variance; the median says little about the band's edge; a few mini-batches have too few values beyond 85%.
@@ -29,7 +28,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_fspo.objective.band import width
 from megatron_fspo.objective.fairness import length_bins
 
 QUANTILE = 0.7
@@ -68,25 +66,6 @@ def fit_exponent(log_ratio_sums: Tensor, lengths: Tensor, num_bins: int = 8) -> 
     sums, kept = usable(log_ratio_sums, lengths)
     points = _points(sums, kept, length_bins(kept, num_bins))
     return _slope(points) if len(points) > 1 else math.nan
-
-
-def fit_crossover(log_ratio_sums: Tensor, lengths: Tensor, num_bins: int = 8) -> float | None:
-    """Return L* in tokens of spread(S) ∝ √(L + L²/L*), or None if √L fits best.
-
-    Takes S [N] in nats and L [N]. Of 50 values from 1 to 100 times the longest L, L* is that with the least
-    variance of log(spread of S/w(L)) between length bins; the largest means √L. None for fewer than two bins.
-    """
-    sums, kept = usable(log_ratio_sums, lengths)
-    bins = length_bins(kept, num_bins)
-    if len(_points(sums, kept, bins)) < 2:
-        return None
-    tried = torch.logspace(0, math.log10(100 * kept.max().item()), 50, dtype=torch.float64).tolist()
-    rest = []
-    for crossover in tried:
-        spreads = [spread for _, spread in _points(sums / width(kept, 0.5, crossover), kept, bins)]
-        rest.append(torch.tensor(spreads).var(correction=0).item())
-    best = min(range(len(tried)), key=rest.__getitem__)
-    return None if best == len(tried) - 1 else tried[best]
 
 
 def measure_exponent(log_ratio_sums: Tensor, lengths: Tensor, blocks: Tensor, num_bins: int = 8) -> Exponent:
@@ -169,26 +148,23 @@ STEADY = 1.5
 _NORMAL_MAD = 0.6744897501960817
 
 
-def sigma_hat(
-    log_ratio_sums: Tensor, lengths: Tensor, exponent: float = 0.5, crossover: float | None = None
-) -> float:
-    """Return σ̂ = median_i(|S_i|/w(L_i)) / 0.6745, the robust noise of S per unit of the band's width.
+def sigma_hat(log_ratio_sums: Tensor, lengths: Tensor, exponent: float = 0.5) -> float:
+    """Return σ̂ = median_i(|S_i|/L_i^a) / 0.6745, the robust noise of S per unit of the band's width.
 
-    For S ~ Normal(0, σ²L) and w = √L, this estimates σ. A median, because S/√L has very heavy tails: in one
+    For S ~ Normal(0, σ²L) and a = ½, this estimates σ. A median, because S/√L has very heavy tails: in one
     of our runs its kurtosis was 147 and its rms 3–4 times as large.
 
     Args:
         log_ratio_sums: S [N] in nats. Non-finite values are ignored.
         lengths: L [N], response tokens. Sequences with L = 0 are ignored.
-        exponent: a of the band's :func:`~megatron_fspo.objective.band.width`.
-        crossover: its L*.
+        exponent: a of the band.
 
     Raises ``ValueError`` if no sequence remains.
     """
     sums, kept = usable(log_ratio_sums, lengths)
     if len(sums) == 0:
         raise ValueError(f"no finite S with L > 0 among {len(log_ratio_sums)} sequences")
-    return _median(sums.abs() / width(kept, exponent, crossover)) / _NORMAL_MAD
+    return _median(sums.abs() / kept**exponent) / _NORMAL_MAD
 
 
 def drift_from_kl(kl_per_token: float, cap: float) -> float:
@@ -217,8 +193,8 @@ class BandCalibrator:
             band = FSPOBand(c_low=calibrator.c, c_high=calibrator.c, exponent=calibrator.exponent)
 
     ``exponent="measured"`` also measures a in the steady windows, limited to [½, 1]; c is then that of S/L^a.
-    ``crossover="measured"`` measures L* instead; c is then that of S/√(L + L²/L*). If this is impossible, the
-    width stays √L and ``refusal`` says why. All ranks must observe the same sequences, or their bands differ.
+    If this is impossible, the width stays √L and ``refusal`` says why. All ranks must observe the same
+    sequences, or their bands differ.
 
     Args:
         mini_batches: per window: the off-policy ones of whole rollouts, as S grows within a rollout.
@@ -229,7 +205,6 @@ class BandCalibrator:
         mini_batches: int = 4,
         multiple: float = 2.0,
         exponent: float | Literal["measured"] = 0.5,
-        crossover: float | Literal["measured"] | None = None,
     ) -> None:
         if mini_batches < 1:
             raise ValueError(f"mini_batches must be at least 1, got {mini_batches}")
@@ -241,7 +216,6 @@ class BandCalibrator:
             "mini_batches": mini_batches,
             "multiple": multiple,
             "exponent": exponent,
-            "crossover": crossover,
         }
         self.mini_batches = mini_batches
         self.c: float | None = None
@@ -250,12 +224,10 @@ class BandCalibrator:
         """Two windows agreed, and the measurement is over."""
         self.exponent = 0.5 if exponent == "measured" else exponent
         """a of the band; if it is to be measured, ½ until ``steady``."""
-        self.crossover = None if crossover == "measured" else crossover
-        """L* of the band; if it is to be measured, None until ``steady``."""
         self.measured: Exponent | None = None
         """The exponent of S, if it was measured."""
         self.refusal: str | None = None
-        """Why a or L* could not be measured."""
+        """Why a could not be measured."""
         # |S| and L of the last full window and of the current one; emptied once σ̂ is steady.
         self._seen: list[tuple[list[float], list[float]]] = []
 
@@ -283,29 +255,26 @@ class BandCalibrator:
         if len(self._seen) == 2 * size:
             before = self._width(self._seen[:size])
             if before / STEADY <= now <= before * STEADY:
-                if "measured" in (self._settings["exponent"], self._settings["crossover"]):
-                    self._measure_shape()
+                if self._settings["exponent"] == "measured":
+                    self._measure_exponent()
                 self.c, self.steady, self._seen = self._width(self._seen), True, []
                 return
             self._seen = self._seen[size:]
         self.c = now if self.c is None else min(self.c, now)
 
     def _width(self, batches: Sequence[tuple[list[float], list[float]]]) -> float:
-        return float(self._settings["multiple"]) * sigma_hat(*_pooled(batches), self.exponent, self.crossover)
+        return float(self._settings["multiple"]) * sigma_hat(*_pooled(batches), self.exponent)
 
-    def _measure_shape(self) -> None:
+    def _measure_exponent(self) -> None:
         sizes = torch.tensor([len(batch) for batch, _ in self._seen])
-        pooled = _pooled(self._seen)
         try:
-            self.measured = measure_exponent(*pooled, torch.arange(len(sizes)).repeat_interleave(sizes))
+            blocks = torch.arange(len(sizes)).repeat_interleave(sizes)
+            self.measured = measure_exponent(*_pooled(self._seen), blocks)
         except ValueError as error:
             self.refusal = str(error)
             return
-        if self._settings["crossover"] == "measured":
-            self.crossover = fit_crossover(*pooled)
-        else:
-            # ½ is pure noise, 1 a pure shift common to all tokens.
-            self.exponent = min(max(self.measured.value, 0.5), 1.0)
+        # ½ is pure noise, 1 a pure shift common to all tokens.
+        self.exponent = min(max(self.measured.value, 0.5), 1.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, and the settings it was measured with, as JSON types."""
@@ -314,7 +283,6 @@ class BandCalibrator:
             "c": self.c,
             "steady": self.steady,
             "exponent": self.exponent,
-            "crossover": self.crossover,
             "measured": None if self.measured is None else asdict(self.measured),
             "refusal": self.refusal,
             "seen": [[list(column) for column in batch] for batch in self._seen],
@@ -328,8 +296,7 @@ class BandCalibrator:
                 f"{state['settings']}"
             )
         self.c, self.steady = state["c"], state["steady"]
-        self.exponent, self.crossover = state["exponent"], state["crossover"]
-        self.refusal = state["refusal"]
+        self.exponent, self.refusal = state["exponent"], state["refusal"]
         measured = state["measured"]
         self.measured = (
             None if measured is None else Exponent(**measured | {"interval": tuple(measured["interval"])})

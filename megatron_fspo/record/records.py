@@ -131,13 +131,11 @@ def as_tensors(records: Sequence[SequenceRecord]) -> tuple[Tensor, Tensor]:
     )
 
 
-def sigma_of(
-    records: Sequence[SequenceRecord], exponent: float = 0.5, crossover: float | None = None
-) -> float | None:
+def sigma_of(records: Sequence[SequenceRecord], exponent: float = 0.5) -> float | None:
     """σ̂ of S over the band's width; None where no sequence can say."""
     if not any(math.isfinite(r.log_ratio_sum) and r.length for r in records):
         return None
-    return sigma_hat(*as_tensors(records), exponent, crossover)
+    return sigma_hat(*as_tensors(records), exponent)
 
 
 def clip_metrics(
@@ -147,7 +145,6 @@ def clip_metrics(
     samples: int,
     seed: int,
     exponent: float = 0.5,
-    crossover: float | None = None,
 ) -> dict[str, float]:
     """Clip rates, length fairness and spread over the off-policy records of one step.
 
@@ -158,7 +155,6 @@ def clip_metrics(
         samples: responses to a prompt, which go together.
         seed: for the errors of chance behind the null floor of LRE.
         exponent: a of the band, and of σ̂.
-        crossover: L* of them.
 
     Returns:
         among them how evenly the sequences with an advantage carry the gradient, by their importance weights:
@@ -198,7 +194,7 @@ def clip_metrics(
         "fspo/lre_signed_mean": signed.mean,
         "fspo/lre_signed_max": signed.max,
         "fspo/lre_signed_null": signed.null_mean,
-        "fspo/sigma_hat": sigma_of(spread, exponent, crossover) or float("nan"),
+        "fspo/sigma_hat": sigma_of(spread, exponent) or float("nan"),
         "fspo/exponent_fit": fit_exponent(*as_tensors(spread)) if spread else math.nan,
     }
     for name, stratum in strata.items():

@@ -14,12 +14,30 @@ _MARKS = 16  # marks to try, from the last one back
 
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)  # escaped characters match as a whole, as they are text
 _OPEN = re.compile(r"\s*\{")
+_BARE = re.compile(r"\s+[-+−]?\w[\w.,/]*(?<=\w)|[-+−]?\d[\d.,/]*(?<=\d)")
+_BETWEEN = re.compile(r"[\s$]{0,9}(?:[,;&]|and|or|,\s?and|\\text\{\s?(?:and|or)\s?\})?[\s$]{0,9}")
 _COLON = re.compile(r"nswer[*_\s]{0,8}[:：][*_]*\s*", re.IGNORECASE)
+_ANSWER_IS = re.compile(r"\A\s*(?:the )?(?:final )?answer is:?\s*", re.IGNORECASE)
 _NUMBER = re.compile(
     r"(?:(?<![\w.)\]])(?<![\d)\]]\s)[-+−])?"  # a sign, not an operator between two numbers
     r"(?<![\w.])(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d+)?(?:/\d+)?",
     re.ASCII,
 )
+
+
+def after_thinking(prompt: str, response: str, end: str) -> str:
+    """Return what follows the last ``end`` of thinking in a response; "" if its thinking has not ended.
+
+    Thinking begins at ``end`` without its slash, in the response or the prompt; "": nothing marks it.
+    """
+    if not end:
+        return response
+    _, found, answer = response.rpartition(end)
+    if found:
+        return answer
+    begin = end.replace("/", "", 1)
+    text = prompt + response
+    return response if begin == end or text.rfind(begin) <= text.rfind(end) else ""
 
 
 def extract(response: str, rule: str) -> str | None:
@@ -30,15 +48,27 @@ def extract(response: str, rule: str) -> str | None:
 
 
 def boxed(response: str) -> str | None:
-    r"""Return the content of the last ``\boxed{}`` whose braces close; if nested, of the innermost one."""
-    for start in _from_the_end(response, "\\boxed"):
-        opening = _OPEN.match(response, start + len("\\boxed"))
-        if opening is None:
+    r"""Return the content of the last ``\boxed{}`` or ``\fbox{}`` that closes; if nested, of the innermost
+    one. Boxes before it that only a comma, a semicolon, "and" or "or" separates from it belong to the answer:
+    all are returned, separated by commas."""
+    answers: list[str] = []
+    after, marks = len(response), ("\\boxed", "\\fbox")
+    boxes = [(start, mark) for mark in marks for start in _from_the_end(response, mark)]
+    for start, mark in sorted(boxes, reverse=True):
+        opening = _OPEN.match(response, start + len(mark))
+        first = opening.end() if opening else start + len(mark)
+        bare = _BARE.match(response, first) if opening is None else None
+        end = end_of_braces(response, first) if opening else bare and bare.end()
+        if end is None:
             continue
-        end = end_of_braces(response, opening.end())
-        if end is not None:
-            return response[opening.end() : end]
-    return None
+        if answers and not _BETWEEN.fullmatch(response, end + bool(opening), after):
+            break
+        after, answer = start, response[first:end].strip()
+        if not answer and not answers:
+            return None
+        if answer and answer not in answers:
+            answers.insert(0, answer)
+    return ", ".join(answers) if answers else None
 
 
 def end_of_braces(text: str, first: int) -> int | None:
@@ -101,7 +131,8 @@ _RULES: dict[str, Callable[[str], str | None]] = {
 
 def reference(answer: str) -> str:
     """Return the reference in an answer field of a data set: in a box, after hashes (GSM8K), or all of it."""
-    return (_first(answer, boxed, hashes) or answer).strip()
+    whole = (_first(answer, boxed, hashes) or answer).strip()
+    return _ANSWER_IS.sub("", whole)
 
 
 def _first(text: str, *rules: Callable[[str], str | None]) -> str | None:

@@ -70,7 +70,7 @@ class Function(Verifier):
         score = request.number(value)
         if isinstance(score, Failure):
             return score
-        answer = extract(request.response, self._extract)
+        answer = extract(request.final, self._extract)
         return Grade(score=score, answer=None if answer is None else canonical(form(answer)))
 
 
@@ -81,7 +81,7 @@ class Format(Verifier):
         self._extract = config.extract
 
     def grade(self, request: GradeRequest) -> Grade:
-        answer = extract(request.response, self._extract)
+        answer = extract(request.final, self._extract)
         if answer is None:
             return Grade(score=0.0, parsed=False)
         return Grade(score=1.0, answer=canonical(form(answer)))

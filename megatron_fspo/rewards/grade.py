@@ -54,6 +54,8 @@ class GradeRequest:
     prompt: Prompt
     completion: Completion
     response: str
+    final: str = ""
+    """What follows the response's thinking, where its answer is."""
 
     def failure(self, problem: str, error: BaseException | None = None) -> Failure:
         """Return a failure of this request, with the traceback of ``error``."""

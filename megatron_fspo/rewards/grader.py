@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from megatron_fspo.errors import Attempts, InputError
 from megatron_fspo.job.remote import Loop, check_url
+from megatron_fspo.rewards.extract import after_thinking
 from megatron_fspo.rewards.functions import Function
 from megatron_fspo.rewards.grade import (
     LARGEST,
@@ -100,7 +101,8 @@ class Grader:
         If a reward raises or returns no number, the result is a :class:`Failure`. A reward that exceeds a
         limit in a worker scores 0 and counts in ``reward/timeout_rate``. Raises ``RuntimeError`` if closed.
         """
-        request = GradeRequest(prompt, completion, response)
+        final = after_thinking(prompt.text, response, self._config.end_of_thinking)
+        request = GradeRequest(prompt, completion, response, final)
         result = PendingGrade(request)
         with self._lock:
             if self.closed.is_set():

@@ -36,7 +36,7 @@ class ReasoningGym(InWorkers):
             return request.failure(
                 f"needs a field {missing[0]!r} in the prompt's row: make rows with gym_rows"
             )
-        answer = extract(request.response, self._extract)
+        answer = extract(request.final, self._extract)
         if answer is None or len(answer) > LONGEST:
             return Grade(score=0.0, parsed=False)
         row = json.dumps({name: fields[name] for name in _FIELDS} | {"answer": request.prompt.answer})

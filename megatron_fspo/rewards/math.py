@@ -22,7 +22,7 @@ class Mathematics(InWorkers):
     function = TIER2
 
     def grade(self, request: GradeRequest) -> Grade | Future[GradeOrFailure]:
-        answer = extract(request.response, self._extract)
+        answer = extract(request.final, self._extract)
         if answer is None:
             return Grade(score=0.0, parsed=False, tier=1)
         gold, form_of_gold = _reference(request.prompt.answer)

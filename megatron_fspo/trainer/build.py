@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import config_changes, save_config
-from megatron_fspo.data.cursor import PromptCursor, mixture
+from megatron_fspo.data.cursor import PromptCursor, digest_of, mixture
 from megatron_fspo.errors import InputError
 from megatron_fspo.job.folder import checkpoint_folder, put_aside, remove_old_checkpoints
 from megatron_fspo.losses import LossState
@@ -158,7 +158,8 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
     longest, updates = config.rollout.max_response_tokens, config.off_policy_updates
     loss = config.loss.start(inputs.noise, longest=longest, updates=updates)
     sets = mixture(inputs.train, config.data)
-    prompts = PromptCursor(sets, config.run.seed, size=config.rollout.prompts, shuffle=config.data.shuffle)
+    rows, size, shuffle = digest_of(inputs.train), config.rollout.prompts, config.data.shuffle
+    prompts = PromptCursor(sets, config.run.seed, size=size, shuffle=shuffle, rows=rows)
     base = _base(inputs)
     state, damaged = _load(inputs, policy, base, checkpoints, older=older)
     if checkpoints:

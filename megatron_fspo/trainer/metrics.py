@@ -76,7 +76,6 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
         samples=config.rollout.samples,
         seed=config.run.seed,
         exponent=band.get("fspo/exponent", 0.5),
-        crossover=band.get("fspo/crossover"),
     )
     for topic, text in run.loss.doubts(clips | band, warm=step.warm).items():
         run.log.warn_once(topic, f"step {run.step + 1}: {text}")

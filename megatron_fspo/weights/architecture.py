@@ -19,6 +19,13 @@ from megatron_fspo.errors import InputError
 SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 # Megatron's scaled RoPE supports only these values, which Llama 3.1, 3.2 and 3.3 use.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+NEUTRAL_KEYS = frozenset(
+    "_name_or_path architectures attention_dropout bos_token_id chunk_size_feed_forward eos_token_id id2label"
+    " initializer_range is_encoder_decoder label2id max_window_layers output_attentions output_hidden_states"
+    " output_router_logits pad_token_id pretraining_tp problem_type return_dict router_aux_loss_coef"
+    " router_jitter_noise sliding_window transformers_version use_cache".split()
+)
+"""Keys that do not change what a model computes; all others of a supported family count or are refused."""
 BACKWARD = 2
 """Cost of a backward pass in forward passes: one product for the inputs' gradient, one for the weights'."""
 _LARGEST = 1e12

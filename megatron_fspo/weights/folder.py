@@ -28,12 +28,11 @@ SUMS = "SHA256SUMS"
 _TRANSIENT = {errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EREMOTEIO}
 _PAUSES = (0.5, 1.0, 2.0, 4.0)
 """Seconds before each retry of a read."""
-# Not copied: code, and weights in other formats.
-_SIDE_FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
-    "chat_template.json",
-)  # fmt: skip
+_NOT_SIDE_FILES = tuple(
+    ".safetensors .safetensors.index.json .bin .bin.index.json .pt .pth .gguf .h5 .msgpack .onnx .ot .distcp"
+    " .py .pyc".split()
+)
+"""Ends of the names of files with weights or code."""
 
 
 @contextmanager
@@ -70,11 +69,33 @@ def new_checkpoint(out_dir: str | Path, source_dir: Path, needed_bytes: int) -> 
                 parent.rmdir()
 
 
+def side_files(folder: Path) -> list[Path]:
+    """Return the paths in ``folder`` of what belongs to a model beside weights and code: config, tokenizer,
+    chat templates, licence, and whatever else is there."""
+    return sorted(
+        path.relative_to(folder)
+        for path in [*folder.glob("[!.]*"), *folder.glob("additional_chat_templates/*")]
+        if path.is_file()
+        and path.name not in (SUMS, "manifest.json")
+        and not path.name.endswith(_NOT_SIDE_FILES)
+    )
+
+
+def differing_side_files(first: Path, second: Path) -> list[str]:
+    """Return the side files that two folders do not both have, or not with the same content. Not config.json,
+    whose keys depend on the format of the weights."""
+    one, other = (
+        {str(path): digest(folder / path) for path in side_files(folder)} for folder in (first, second)
+    )
+    names = (one.keys() | other.keys()) - {"config.json"}
+    return sorted(name for name in names if one.get(name) != other.get(name))
+
+
 def copy_side_files(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
-    """Copy config and tokenizer; remove quantization from the config, and set its dtype if one is given."""
-    for file in _SIDE_FILES:
-        if (source / file).is_file():
-            shutil.copyfile(source / file, folder / file)
+    """Copy the :func:`side_files`; remove quantization from the config, and set its dtype if one is given."""
+    for path in side_files(source):
+        (folder / path).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source / path, folder / path)
     config = json.loads((source / "config.json").read_bytes())
     changed = dict(config)
     changed.pop("quantization_config", None)

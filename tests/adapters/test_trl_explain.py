@@ -5,15 +5,18 @@ The batch goes through TRL's path as in test_trl_adapter; the dump is written by
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 
 import pytest
+import trl
 from trl_batches import make_trainer, one_step, random_batch
 
 from launch import REPO
 from megatron_fspo.adapters.trl import FSPOConfig, FSPOTrainer
 from megatron_fspo.lab.explain.command import explain
+from megatron_fspo.lab.explain.rows import NAMES, OTHER_MASKS
 
 # TRL and transformers announce what they are going to remove.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -42,3 +45,11 @@ def test_figures_of_the_dump_are_those_logged(tmp_path: Path) -> None:
     }
     assert min(figures.values()) > 0, figures
     assert figures == pytest.approx({name: logged[name] for name in figures}, rel=1e-4)
+
+
+def test_every_mask_is_known() -> None:
+    """Of a newer trl too: a mask that `explain` ignores would count tokens that the loss does not."""
+    files = Path(trl.__file__).parent.glob("trainer/grpo_trainer.py")
+    text = "".join(path.read_text(encoding="utf-8") for path in files)
+    masks = set(re.findall(r'"(\w*mask)"', text)) - {"sequence_mask", "token_mask"}  # modes of its correction
+    assert len(masks) > 1 and masks <= {*NAMES["mask"], *OTHER_MASKS}, masks

@@ -6,18 +6,21 @@ examples/explain/dump_verl.py registers.
 
 from __future__ import annotations
 
+import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import verl
 from test_verl_adapter import PROMPT, Batch, Policy, actor, through_verl
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.workers.config import PolicyLossConfig
 
 from launch import REPO
 from megatron_fspo.lab.explain.command import explain
+from megatron_fspo.lab.explain.rows import NAMES, OTHER_MASKS
 
 # verl and Ray announce what they are going to remove.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -71,3 +74,14 @@ def test_figures_of_the_dump_are_those_logged(dump: Path) -> None:
     }
     assert min(figures.values()) > 0, figures
     assert figures == pytest.approx({name: logged[name] for name in figures}, rel=1e-4)
+
+
+def test_every_mask_is_known() -> None:
+    """Of a newer verl too: a mask that `explain` ignores would count tokens that the loss does not."""
+    files = [
+        *Path(verl.__file__).parent.glob("trainer/ppo/*.py"),
+        *Path(verl.__file__).parent.glob("workers/actor/*.py"),
+    ]
+    text = "".join(path.read_text(encoding="utf-8") for path in files)
+    masks = set(re.findall(r'"(\w*mask)"', text))
+    assert len(masks) > 1 and masks <= {*NAMES["mask"], *OTHER_MASKS}, masks

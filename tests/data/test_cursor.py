@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_fspo.config.data import Data
-from megatron_fspo.data.cursor import PromptCursor, mixture, most_at_once
+from megatron_fspo.data.cursor import PromptCursor, digest_of, mixture, most_at_once
 from megatron_fspo.errors import InputError
 from megatron_fspo.types import Prompt
 
@@ -91,6 +91,7 @@ def test_the_order_is_part_of_what_a_checkpoint_promises() -> None:
         "sets": [["a", 4, "3/4"], ["b", 8, "1/4"]],
         "seed": 0,
         "shuffle": False,
+        "rows": "",
         "position": [[2, 1, 9], [0, 3, 3]],
         "open": [[[0, 3, 3], [0, 1, 1]], [[1, 2, 6], [0, 2, 2]]],
     }
@@ -211,6 +212,7 @@ def test_more_at_once_than_a_set_has() -> None:
     ("change", "message"),
     [
         ({"seed": 2}, "the checkpoint has seed = 2, but this run has 1"),
+        ({"rows": "another"}, "the checkpoint has rows = 'another', but this run has"),
         ({"shuffle": False}, "the checkpoint has shuffle = False, but this run has True"),
         ({"sets": [["a", 13, "1"]]}, r"the checkpoint has sets = \[\['a', 13, '1'\]\], but this run has"),
         ({"position": []}, "invalid position"),
@@ -229,6 +231,16 @@ def test_a_state_from_elsewhere_is_refused_and_changes_nothing(change: dict[str,
     with pytest.raises(InputError, match=message):
         cursor.load_state_dict({**before, **change})
     assert cursor.state_dict() == before
+
+
+def test_other_texts_or_answers_have_another_digest() -> None:
+    rows = [("1+1", "2"), ("1+2", "3")]
+    others = [rows[::-1], rows[:1], [("1+1", "2"), ("1+2", "4")], [("1+1", "2"), ("2+1", "3")]]
+    digests = [
+        digest_of([Prompt(index=0, token_ids=(1,), text=text, answer=answer) for text, answer in some])
+        for some in [rows, rows, *others]
+    ]
+    assert digests[0] == digests[1] and len(set(digests)) == 5
 
 
 def test_without_weights_every_prompt_weighs_the_same() -> None:

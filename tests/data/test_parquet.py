@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_fspo.config.data import Data
 from megatron_fspo.data.parquet import read_parquet
-from megatron_fspo.data.prompts import load_sets
+from megatron_fspo.data.prompts import load_sets, notes
 from megatron_fspo.data.rows import read_rows
 from megatron_fspo.errors import InputError
 from megatron_fspo.types import Prompt
@@ -58,6 +58,7 @@ def test_nested_rows_become_fields(tmp_path: Path, tokenizer: PreTrainedTokenize
         (pyarrow.array([1.5, 27.0]), ["1.5", "27.0"]),
         (pyarrow.array(["1.50", "x"], pyarrow.large_string()), ["1.50", "x"]),
         (pyarrow.array(["same", "same"]).dictionary_encode(), ["same", "same"]),
+        (pyarrow.array(["one", "two"], pyarrow.string_view()), ["one", "two"]),
     ],
 )
 def test_kinds_of_answers(
@@ -79,13 +80,36 @@ def test_a_map_is_an_object(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) 
         load(write(tmp_path, twice), tokenizer)
 
 
+def test_tools_of_several_rows_keep_their_own_keys(tmp_path: Path) -> None:
+    """Arrow has one structure for all rows of a column, with nulls for what a row lacks."""
+    calls = [[{"arguments": {"a": 1}}], [{"arguments": {"city": "Oslo", "b": {"c": None}}}]]
+    rows = [
+        {"tools": [{"parameters": arguments[0]["arguments"]}], "calls": arguments, "extra": {"n": n}}
+        for n, arguments in zip((None, 1), calls, strict=True)
+    ]
+    read = list(read_parquet(write(tmp_path, rows)))
+    assert [row["calls"] for row in read] == [
+        [{"arguments": {"a": 1}}],
+        [{"arguments": {"city": "Oslo", "b": {}}}],
+    ]
+    assert [row["tools"] for row in read] == [
+        [{"parameters": {"a": 1}}], [{"parameters": {"city": "Oslo", "b": {}}}]
+    ]  # fmt: skip
+    assert [row["extra"] for row in read] == [{"n": None}, {"n": 1}]
+
+
 def test_columns_that_json_has_no_word_for_are_left_out(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     kinds = {"picture": b"\xff", "day": datetime.date(2026, 1, 2), "price": Decimal("1.5"), "list": [b""]}
     nested = {**GOOD, **kinds, "box": {"picture": b"\xff", "x": 1}, "level": 2}
-    (prompt,) = load(write(tmp_path, [nested]), tokenizer)
+    path = write(tmp_path, [nested])
+    (prompt,) = load(path, tokenizer)
     assert prompt.fields == {"prompt": "a", "answer": "1", "level": 2}
+    (note,) = notes(load_sets(Data(train=path), "train", tokenizer))
+    assert all(f"the column {name} (" in note for name in (*kinds, "box")), note
+    with pytest.raises(InputError, match=r"the column 'images' is of type list<.*binary"):
+        load(write(tmp_path, [{**GOOD, "images": [{"bytes": b"x"}]}]), tokenizer)
     for key, kind in (("picture", "binary"), ("day", "date32"), ("price", "decimal"), ("box.x", "struct<")):
         with pytest.raises(InputError, match=rf"rows.parquet: the column '{key[:3]}\w*' is of type {kind}"):
             load(write(tmp_path, [nested]), tokenizer, answer_key=key)

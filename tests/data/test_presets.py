@@ -139,7 +139,8 @@ ASSISTANT = '{"p": [{"role": "assistant", "content": "s"}], "a": "1"}'
         ('{"p": "x", "a": "12"}', {"answer_after": "####"}, "'a' has no '####'"),
         ('{"p": "x", "a": "12 ####  "}', {"answer_after": "####"}, "'a' is empty"),
         (SYSTEM, {"chat_template": True, "system_prompt": "t"}, "'p' already has a system message"),
-        (ASSISTANT, {"chat_template": True, "template": "boxed"}, "'p' has no user message"),
+        (SYSTEM.replace("user", "system"), {"chat_template": True, "template": "boxed"}, "'p' has no user"),
+        (ASSISTANT, {"chat_template": True}, "'p' ends with a message of the assistant"),
     ],
 )
 def test_what_does_not_fit(

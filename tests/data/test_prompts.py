@@ -91,6 +91,69 @@ def test_chat_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> No
     assert several.text == "[system];[user]1+1;[assistant]"
 
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": 1}}}
+TOOLS = "{{ tools | tojson if tools else '' }}{{ '(short)' if short }}"
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"tools": [TOOL]}, f"{json.dumps([TOOL])}[user]1+1;[assistant]"),
+        ({"tools": json.dumps([TOOL])}, f"{json.dumps([TOOL])}[user]1+1;[assistant]"),
+        ({"chat_template_kwargs": {"short": True}}, "(short)[user]1+1;[assistant]"),
+        ({"tools": [], "chat_template_kwargs": None, "images": []}, "[user]1+1;[assistant]"),
+        ({"prompt": json.dumps([{"role": "user", "content": "1+1"}])}, "[user]1+1;[assistant]"),
+        ({"prompt": "[{not a talk}]"}, "[user][{not a talk}];[assistant]"),
+        ({"prompt": '[{"a": 1}]'}, '[user][{"a": 1}];[assistant]'),
+    ],
+)
+def test_all_parts_of_a_prompt_are_rendered(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, more: dict[str, Any], text: str
+) -> None:
+    tokenizer.chat_template = TOOLS + str(tokenizer.chat_template)
+    path = write(tmp_path, json.dumps({"prompt": "1+1", "answer": "2", **more}))
+    (prompt,) = load_prompts(path, tokenizer, chat_template=True, max_prompt_tokens=999)
+    assert prompt.text == text
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"tools": [TOOL]}, "'tools' is no variable of the chat template"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            "'enable_thinking' is no variable of the chat",
+        ),
+        ({"chat_template_kwargs": {"tokenize": True}}, "'chat_template_kwargs' must be an object without"),
+        ({"tools": "add"}, "'tools' is not JSON"),
+        ({"tools": {"add": 1}}, "'tools' must be a list of objects, got an object"),
+        ({"images": ["a.png"]}, "'images' holds media: only text is supported"),
+        (
+            {"prompt": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]},
+            "'prompt' ends",
+        ),
+    ],
+)
+def test_a_part_that_cannot_be_rendered_is_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, more: dict[str, Any], said: str
+) -> None:
+    path = write(tmp_path, json.dumps({"prompt": "1+1", "answer": "2", **more}))
+    with pytest.raises(InputError, match=f"prompts.jsonl:1: {said}"):
+        load_prompts(path, tokenizer, chat_template=True, max_prompt_tokens=999)
+    if "tools" in more and isinstance(more["tools"], list):
+        with pytest.raises(InputError, match="'tools' is for a chat template"):
+            load_prompts(path, tokenizer, max_prompt_tokens=999)
+
+
+def test_rows_that_differ_in_tools_alone_are_no_duplicates(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    tokenizer.chat_template = TOOLS + str(tokenizer.chat_template)
+    rows = [{"prompt": "1+1", "answer": "2"}, {"prompt": "1+1", "answer": "2", "tools": [TOOL]}]
+    path = write(tmp_path, "\n".join(map(json.dumps, rows)))
+    assert len(load_prompts(path, tokenizer, chat_template=True, max_prompt_tokens=999)) == 2
+
+
 def test_a_line_ends_at_a_line_feed_only(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write(
         tmp_path, '{"prompt": "a\u2028b\x85c", "answer": "x\u2029"}\n{"prompt": "d", "answer": "1"}\n'

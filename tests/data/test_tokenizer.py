@@ -89,7 +89,10 @@ def test_stop_token_ids(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, given: Any, expected: tuple[int, ...]
 ) -> None:
     assert stop_token_ids(tokenizer, tmp_path) == (EOS,)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": given}))
+    assert stop_token_ids(tokenizer, tmp_path) == expected, "config.json alone has them"
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3 if expected != (EOS,) else None}))
     assert stop_token_ids(tokenizer, tmp_path) == expected
 
 

@@ -17,6 +17,7 @@ from dumps import token_rows, walks, write
 from megatron_fspo.cli import main
 from megatron_fspo.errors import InputError
 from megatron_fspo.lab.explain.dump import read_dump
+from megatron_fspo.lab.explain.rows import NAMES
 
 
 def test_json_lines_and_parquet_hold_the_same(tmp_path: Path) -> None:
@@ -48,6 +49,42 @@ def test_names_and_padding_of_trl_and_verl(tmp_path: Path) -> None:
         assert dump.lengths.tolist() == [2]
         assert dump.log_ratio_sum.tolist() == ours.log_ratio_sum.tolist() == [0.5]
         assert dump.advantages.tolist() == [-1.0]
+
+
+def test_masks_of_all_trainers(tmp_path: Path) -> None:
+    """A token counts where every mask has 1."""
+    new, old = [-1.0, -9.0, -2.0, 99.0], [-1.5, -1.0, -2.0, 0.0]
+    row: dict[str, Any] = {"log_prob": new, "old_log_prob": old, "advantages": 1.0}
+    whole, written = {"attention_mask": [1] * 9}, [1, 0, 1, 0]
+    masks: list[dict[str, Any]] = [
+        *({name: written} for name in NAMES["mask"]),
+        *({"completion_mask": [1, 1, 1, 0], name: [1, 0, 1, 1]} for name in ("tool_mask", "loss_mask")),
+    ]
+    for mask in masks:
+        dump = read_dump(write(tmp_path / "a.jsonl", [row | mask | whole]), {})
+        assert (dump.lengths.tolist(), dump.log_ratio_sum.tolist()) == ([2], [0.5]), mask
+    for mask, said in (
+        ({"my_mask": written}, "'my_mask' is an unknown mask"),
+        ({"mask": written, "tool_mask": [1]}, "the masks have 1 and 4 tokens"),
+    ):
+        with pytest.raises(InputError, match=said):
+            read_dump(write(tmp_path / "a.jsonl", [row | mask]), {})
+    assert len(read_dump(write(tmp_path / "a.jsonl", [row | {"my_mask": written}]), {"mask": "my_mask"})) == 1
+
+
+def test_numbers_as_other_tools_write_them(tmp_path: Path) -> None:
+    rows = [
+        {"step": step, "length": 2.0, "log_ratio_sum": 0.5, "advantage": 1.0} for step in ("3", 3.0, 3, 4)
+    ]
+    assert read_dump(write(tmp_path / "a.jsonl", rows), {}, 3).lengths.tolist() == [2, 2, 2]
+    with pytest.raises(InputError, match=r"length = 2\.5"):
+        read_dump(write(tmp_path / "a.jsonl", [rows[0] | {"length": 2.5}]), {})
+    halves = {
+        name: pyarrow.array([[first, -2.0]], pyarrow.list_(pyarrow.float16()))
+        for name, first in (("log_prob", -1.0), ("old_log_prob", -1.5))
+    }
+    parquet.write_table(pyarrow.table({**halves, "advantages": [1.0]}), tmp_path / "a.parquet")
+    assert read_dump(tmp_path / "a.parquet", {}).log_ratio_sum.tolist() == [0.5]
 
 
 def test_what_counts_nowhere_is_left_out_and_counted(tmp_path: Path) -> None:

@@ -126,41 +126,23 @@ def test_a_measured_exponent_comes_with_the_width_and_stays() -> None:
     assert resumed.objective() == objective and resumed.calibrated() == loss.calibrated()
 
 
-def test_a_measured_crossover_comes_with_the_width_and_stays() -> None:
-    keys = {"shape": "noise_signal", "calibrate": 3, "drift": "k3", "longest": 400}
-    loss, lengths = state("fspo", **keys), torch.arange(1, 400).repeat(3)
+def test_the_drift_is_capped_at_the_half_width_of_the_longest_response() -> None:
+    loss, lengths = state("fspo", calibrate=3, drift="k3", longest=400), torch.arange(1, 400).repeat(3)
     for seed in range(6):
-        assert "fspo/crossover" not in loss.metrics()
         noise = torch.randn(len(lengths), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        s = 0.02 * noise * (lengths + lengths**2 / 50).sqrt()
-        loss.observe(s, lengths, kl_k3=9.0, sigma=0.1, warm=True)
-    objective, crossover = loss.objective(), loss.metrics()["fspo/crossover"]
+        loss.observe(0.02 * noise * lengths.sqrt(), lengths, kl_k3=9.0, sigma=0.1, warm=True)
+    objective = loss.objective()
     assert isinstance(objective, SequenceLevel) and isinstance(objective.band, FSPOBand)
-    assert isinstance(objective.dual_clip, LengthFairDualClip)
-    assert objective.band.crossover == objective.dual_clip.crossover == crossover
-    assert 20 < crossover < 125 and objective.band.exponent == 0.5
-    # The drift is capped at the half width of the longest response.
     low, high = objective.band.bounds(torch.tensor([400.0]))
     assert low < 0 < high < 0.01
     last = loss.metrics()
-    reported = FSPOLoss(shape="noise_signal", calibrate=3).reported(lambda name: last.get(name, math.nan))
+    reported = FSPOLoss(calibrate=3).reported(lambda name: last.get(name, math.nan))
     assert reported is not None and reported.band() == objective.band
-    resumed = state("fspo", **keys)
-    resumed.load_state_dict(json.loads(json.dumps(loss.state_dict())))
-    assert resumed.objective() == objective
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"shape": "noise_signal"}, r"loss\.crossover = measured needs loss\.calibrate of 3"),
-        ({"shape": "noise_signal", "crossover": 9, "exponent": 0.7}, r"loss\.exponent = 0.7 does nothing"),
-        ({"crossover": 9}, r"loss\.crossover = 9 does nothing"),
-    ],
-)
-def test_keys_of_the_shape_go_together(keys: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        FSPOLoss(**keys)
+def test_an_exponent_to_be_measured_needs_mini_batches() -> None:
+    with pytest.raises(ValueError, match=r"loss\.exponent = measured needs loss\.calibrate of 3"):
+        FSPOLoss(exponent="measured", calibrate=2)
 
 
 def test_an_exponent_that_cannot_be_measured_is_said() -> None:
@@ -270,6 +252,6 @@ def test_the_configuration_wins_over_a_checkpoint() -> None:
 def test_a_calibration_of_other_settings_is_refused() -> None:
     measured = state("fspo", calibrate=3)
     with pytest.raises(
-        InputError, match=r"^loss\.calibrate, loss\.exponent .* has changed: .*'mini_batches': 3"
+        InputError, match=r"^loss\.calibrate or loss\.exponent has changed: .*'mini_batches': 3"
     ):
         state("fspo", calibrate=4).load_state_dict(measured.state_dict())

@@ -20,10 +20,6 @@ from megatron_fspo.objective import (
         (FSPOBand(c_low=0.03, c_high=0.05), {1: (-0.03, 0.05), 100: (-0.3, 0.5), 10_000: (-3.0, 5.0)}),
         (FSPOBand(c_low=0.03, c_high=0.05, drift=-0.001), {100: (-0.4, 0.4), 10_000: (-13.0, -5.0)}),
         (FSPOBand(c_low=0.1, c_high=0.2, exponent=0.25), {16: (-0.2, 0.4), 10_000: (-1.0, 2.0)}),
-        (
-            FSPOBand(c_low=0.1, c_high=0.2, crossover=8),
-            {1: (-0.1060660, 0.2121320), 56: (-2.1166010, 4.2332021)},
-        ),
         (FSPOBand(c_low=0.1, c_high=0.2, exponent=0.0), {1: (-0.1, 0.2), 999: (-0.1, 0.2)}),
         (
             RLOOBand(eps_low=0.2, eps_high=0.28),

@@ -7,13 +7,11 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.mcore.policy_loss import k3_kl
-from megatron_fspo.objective.band import width
 from megatron_fspo.objective.calibration import (
     QUANTILE,
     BandCalibrator,
     drift_from_kl,
     drift_from_sigma,
-    fit_crossover,
     fit_exponent,
     measure_exponent,
     sigma_hat,
@@ -147,24 +145,6 @@ def test_the_calibrator_measures_its_exponent_within_bounds(true: float) -> None
     assert calibrator.exponent == min(max(calibrator.measured.value, 0.5), 1.0)
     pooled = [torch.cat(column) for column in zip(*batches, strict=True)]
     assert calibrator.c == pytest.approx(2 * sigma_hat(*pooled, calibrator.exponent), rel=1e-12)
-
-
-@pytest.mark.parametrize("true", [40.0, 400.0, None])
-def test_the_length_at_which_signal_equals_noise_is_found(true: float | None) -> None:
-    """Of Var(S) = n²·L + s²·L², L* = n²/s²; of noise alone there is none near the lengths."""
-    generator = torch.Generator().manual_seed(3)
-    lengths = torch.randint(10, 2000, (20_000,), generator=generator).double()
-    sums = 0.02 * torch.randn(20_000, generator=generator, dtype=torch.float64) * width(lengths, 0.5, true)
-    found = fit_crossover(sums, lengths)
-    calibrator = BandCalibrator(mini_batches=4, crossover="measured")
-    for batch in torch.arange(20_000).chunk(8):
-        calibrator.observe(sums[batch], lengths[batch])
-    assert calibrator.steady and calibrator.crossover == found and calibrator.exponent == 0.5
-    at = torch.tensor([50.0, 500.0, 2000.0])
-    assert calibrator.c is not None
-    band = calibrator.c * width(at, 0.5, found)
-    assert (band / (0.04 * width(at, 0.5, true))).tolist() == pytest.approx([1, 1, 1], rel=0.1)
-    assert (found or math.inf) > (30_000 if true is None else true / 2)
 
 
 def test_a_calibrator_whose_lengths_say_nothing_keeps_the_papers_exponent() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fspo.config.reward import Extract
-from megatron_fspo.rewards.extract import LONGEST, extract, reference
+from megatron_fspo.rewards.extract import LONGEST, after_thinking, extract, reference
 
 RULES = get_args(Extract)
 MARKS = ["\\boxed{", "}", "{", "\\", "Answer:", "answer", "####", "\n", "7", ",", ".", "-", " ", "x", "*"]
@@ -28,7 +28,7 @@ MARKS = ["\\boxed{", "}", "{", "\\", "Answer:", "answer", "####", "\n", "7", ","
         ("boxed", "\\boxed{\\boxed{5}}", "5"),
         ("boxed", "\\boxed{\\frac{1}{2}} and cut \\boxed{3", "\\frac{1}{2}"),
         ("boxed", "\\boxed{}", None),
-        ("boxed", "\\boxed 5", None),
+        ("boxed", "\\boxed 5.", "5"),
         ("boxed", "Answer: 5", None),
         ("answer_line", "Answer: 5", "5"),
         ("answer_line", "Answer: 4\nno\nAnswer: $5$ \n", "$5$"),
@@ -56,6 +56,9 @@ MARKS = ["\\boxed{", "}", "{", "\\", "Answer:", "answer", "####", "\n", "7", ","
         ("auto", "Answer: 4, #### 5, \\boxed{6}", "6"),
         ("auto", "#### 5\nAnswer: 4", "4"),
         ("auto", "\\boxed{} #### 5", "5"),
+        ("boxed", "\\boxed{2} and $\\fbox{3}$.", "2, 3"),
+        ("boxed", "\\boxed{2}, so \\boxed{3}", "3"),
+        ("boxed", "\\boxed{3}, \\boxed{3}", "3"),
         ("auto", "it is 7", None),
         *((rule, "", None) for rule in RULES),
     ],
@@ -70,7 +73,28 @@ def test_a_rule_finds_the_last_answer_of_its_kind(rule: str, response: str, foun
 )
 def test_any_text_will_do_and_what_is_found_stands_there(rule: str, response: str) -> None:
     found = extract(response, rule)
-    assert found is None or (found and found == found.strip() and found in response)
+    assert found is None or (found and found == found.strip())
+    assert found is None or found in response or all(part in response for part in found.split(", "))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "final"),
+    [
+        ("", "5", "5"),
+        ("", "<think>5</think> 6", " 6"),
+        ("", "<think>5</think> 6 </think> 7", " 7"),
+        ("", "<think>5", ""),
+        ("<think>a</think>", "5", "5"),
+        ("<|assistant|><think>\n", "5", ""),
+        ("<|assistant|><think>\n", "5</think>6", "6"),
+        ("<|assistant|><think>\n\n</think>", "5", "5"),
+    ],
+)
+def test_the_answer_stands_after_thinking(prompt: str, response: str, final: str) -> None:
+    assert after_thinking(prompt, response, "</think>") == final
+    assert after_thinking(prompt, response, "") == response
+    other = after_thinking(prompt, response.replace("think>", "THINK>"), "</think>")
+    assert other == ("" if prompt.endswith("<think>\n") else response.replace("think>", "THINK>"))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import time
@@ -14,6 +15,7 @@ import pytest
 from answers import STOPPED, boxed, hostile, pairs, prompt
 from processes_of import workers
 
+import math_pairs
 from launch import REPO
 from megatron_fspo.config import Reward
 from megatron_fspo.rewards import Failure, Grade, Grader, tally
@@ -48,6 +50,24 @@ def test_ordinary_answers(grader: Grader) -> None:
     assert metrics["reward/tier1"][0] > len(verdicts) / 3
 
 
+def test_answers_of_public_reports(grader: Grader) -> None:
+    """Small inputs of our own, for what was reported to other projects."""
+    text = Path(__file__).with_name("reports.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
+    futures = [grader.submit(prompt(row["gold"]), STOPPED, row["response"]) for row in rows]
+    scores = [graded(future).score for future in futures]
+    assert [row for row, score in zip(rows, scores, strict=True) if row["score"] != score] == []
+
+
+def test_pairs_by_construction(grader: Grader) -> None:
+    """Of benchmarks/math_pairs.py: no different number is rewarded."""
+    made = list(math_pairs.pairs(1000, seed=7))
+    scores = [graded(future).score for future in [ask(grader, gold, answer) for gold, answer, _ in made]]
+    wrong = [pair for pair, score in zip(made, scores, strict=True) if score != pair[2]]
+    assert [pair for pair in wrong if not pair[2]] == []
+    assert len(wrong) <= 0.02 * 500, wrong
+
+
 @pytest.mark.parametrize("answer", ["10^{10^{10}}", "9" * 20_000, "((9!)!)!", "(" * 99 + ")" * 99, "5\x00"])
 def test_what_nobody_should_do_algebra_with_goes_to_no_worker(grader: Grader, answer: str) -> None:
     future = ask(grader, "x^2", answer)
@@ -70,7 +90,7 @@ QUIRKS = [
     (r"evil", r"live", "wrong", "wrong"),
     (r"\pi", r"3.141593", "right", "right"),
     (r"\pi", r"3.14", "wrong", "wrong"),
-    (r"-i", r"\frac{1}{i}", "wrong", "wrong"),
+    (r"-i", r"\frac{1}{i}", "right", "right"),
 ]
 """As in the table of the documentation, which is shorter."""
 

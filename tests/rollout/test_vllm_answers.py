@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fspo.rollout.client.answers import (
+    UNFINISHED,
     BadAnswer,
     StoppedElsewhere,
     parse,
@@ -123,7 +124,12 @@ GARBAGE: dict[str, tuple[object, str]] = {
     "vLLM's -9999": (answer(logprobs=content((3, -1), (5, -9999.0), (8, -1))), "token 1 is -9999.0"),
     "positive": (answer(logprobs=content((3, -1), (5, -1), (8, 0.01))), "token 2 is 0.01"),
     "too large for a float": (answer(logprobs=content((3, -(10**400)), (5, -1), (8, -1))), "out of range"),
-    "aborted": (answer(finish_reason="abort"), "'abort' - at `$.choices[0].finish_reason`"),
+    **{
+        f"end {reason}": (answer(finish_reason=reason), f"finish_reason {reason!r}: {said}")
+        for reason, said in UNFINISHED.items()
+    },
+    "no log-probs": (answer(logprobs=None), "no log-probs"),
+    "another end": (answer(finish_reason="other"), "an unknown finish_reason: 'other'"),
     "stop without one": (answer(finish_reason="stop"), "the last token is 8"),
     "empty versions": (answer(weight_versions=[]), "covers 0 of 3"),
     "versions too short": (answer(weight_versions=spans(("1", 0, 2))), "covers 2 of 3"),

@@ -98,6 +98,19 @@ async def test_no_answer_in_time_and_half_of_one_are_not_tried_again(
     assert len(fake.arrived) == 2
 
 
+@pytest.mark.parametrize("reason", ["abort", "error"])
+@with_server
+async def test_a_response_that_the_server_ended_is_asked_for_elsewhere(
+    server: Server, fake: FakeServer, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    sent = good_answer(7)
+    sent["choices"][0]["finish_reason"] = reason
+    monkeypatch.setattr(fake_server, "good_answer", lambda *_: sent)
+    with pytest.raises(ServerLost, match=f"finish_reason '{reason}': the server"):
+        await server.generate((1, 2), PARAMS, seed=7, timeout=5)
+    assert server.ended == {reason: 1}
+
+
 @with_server
 async def test_an_answer_that_is_too_long_is_not_read(
     server: Server, fake: FakeServer, monkeypatch: pytest.MonkeyPatch

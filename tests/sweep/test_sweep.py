@@ -108,7 +108,6 @@ def config_with(**loss: Any) -> Config:
         {"name": "fspo", "c_low": 0.03, "c_high": 0.06, "calibrate": 14},
         {"name": "fspo", "exponent": 0.8},
         {"name": "fspo", "exponent": "measured", "calibrate": 14},
-        {"name": "fspo", "shape": "noise_signal", "calibrate": 3},
         {"name": "rloo"},
         {"name": "gspo", "eps_high": 0.001},
     ],

@@ -108,7 +108,7 @@ def test_a_difference_is_named_and_is_exit_status_1(
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
     result = tool("verify_checkpoint", tmp_path, megatron, "--logits")
     assert result.returncode == 1, result.stderr
-    assert f"1 tensors differ\n  {Q}: 1 values, by up to" in result.stdout
+    assert f"1 tensors or files differ\n  {Q}: 1 values, by up to" in result.stdout
     assert "beyond the tolerance of 0.0001" in result.stdout
     report = json.loads(tool("verify_checkpoint", tmp_path, megatron, "--json").stdout)
     assert not report["same"]

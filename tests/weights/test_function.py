@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from launch import REPO
 from megatron_fspo.config.sections import LoRA
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.checkpoint import _check_function
-from megatron_fspo.weights import Adapters, Architecture, read_architecture
-from megatron_fspo.weights.architecture import Experts
+from megatron_fspo.weights import Adapters, Architecture, architecture, read_architecture
+from megatron_fspo.weights.architecture import NEUTRAL_KEYS, SUPPORTED, Experts
 
 WHOLE = replace(
     read_architecture(REPO / "examples/make_sum/checkpoint"),
@@ -55,3 +59,33 @@ def test_the_keys_of_adapters_are_fields_of_theirs() -> None:
     """A new key of [lora] is thought about here: does it change what loaded factors mean?"""
     assert {*LoRA.model_fields} == {"rank", "alpha", "rslora", "targets", "start"}
     assert {field.name for field in fields(Adapters)} == {"rank", "scale", "targets"}
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_every_key_of_a_family_is_honoured_refused_or_neutral(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key of a newer transformers that nobody has classed fails here."""
+    read: set[str] = set()
+
+    class Spy(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
+            read.add(key)
+            return super().get(key, default)
+
+        def __getitem__(self, key: str) -> Any:
+            read.add(key)
+            return super().__getitem__(key)
+
+        def __contains__(self, key: object) -> bool:
+            read.add(str(key))
+            return super().__contains__(key)
+
+    config = CONFIG_MAPPING[family](dtype="float32")
+    written = config.to_dict()
+    written["head_dim"] = 8
+    written["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    (tmp_path / "config.json").write_text(json.dumps({**written, "sliding_window": None}, default=str))
+    monkeypatch.setattr(architecture, "json", SimpleNamespace(loads=lambda text: Spy(json.loads(text))))
+    read_architecture(tmp_path)
+    assert written.keys() - read - NEUTRAL_KEYS == set()

@@ -15,6 +15,7 @@ from weights_helpers import VOCAB, assert_bits, contents, edit_config, refused, 
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights import read_architecture, write_hf_checkpoint
+from megatron_fspo.weights.folder import differing_side_files
 
 INDEX = "model.safetensors.index.json"
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -50,18 +51,28 @@ def test_what_is_written_reads_back(source: Path, tmp_path: Path, max_shard_byte
 
 
 def test_config_and_tokenizer_come_along_but_no_code(source: Path, tmp_path: Path) -> None:
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt"):
+    theirs = {"tokenizer_config.json", "merges.txt"} & {path.name for path in source.iterdir()}
+    files = ("tokenizer.json", "chat_template.jinja", "LICENSE", "additional_chat_templates/tool_use.jinja")
+    for file in files:
+        (source / file).parent.mkdir(exist_ok=True)
         (source / file).write_text(file)
     for file in ("modeling_evil.py", "pytorch_model.bin", "optimizer.pt"):
         (source / file).write_text("no")
     write_hf_checkpoint(tmp_path / "out", tensors_of(source).items(), source)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-        "tokenizer_config.json", "chat_template.jinja", "merges.txt", "manifest.json",
-    }  # fmt: skip
-    for path in (tmp_path / "out").iterdir():
-        if path.suffix != ".safetensors" and path.name != "manifest.json":
-            assert path.read_bytes() == (source / path.name).read_bytes()
+    out = tmp_path / "out"
+    written = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert written == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "manifest.json",
+        *files,
+        *theirs,
+    }
+    assert differing_side_files(source, out) == []
+    (out / "LICENSE").write_text("mine")
+    (out / "tokenizer.json").unlink()
+    assert differing_side_files(source, out) == ["LICENSE", "tokenizer.json"]
 
 
 def test_each_tensor_keeps_the_dtype_of_the_source(tmp_path: Path) -> None:

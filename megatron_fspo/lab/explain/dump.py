@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Hashable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -188,8 +189,10 @@ def _responses(path: Path, given: Mapping[str, str], step: int | None) -> Iterat
                     raise InputError(f"{min(here ^ same)} is in some rows and not in others: all need it")
                 same = frozenset(here)
             fields = {field: row[name] for field, name in names.items()}
-            if step is not None and fields.get("step") != step:
+            if step is not None and _whole(fields.get("step")) != step:
                 continue
+            if isinstance(fields.get("length"), float):
+                fields["length"] = _whole(fields["length"])
             if isinstance(fields.get("length"), list):
                 yield from _of_step(number, fields)
             else:
@@ -216,7 +219,10 @@ def _response(number: int, fields: Mapping[str, Any]) -> _Response:
     length = fields.get("length", 0)
     if type(length) is not int or not 0 <= length < 2**31:
         raise InputError(f"length = {_short(length)}: must be a number of tokens, from 0 to {2**31 - 1}")
-    mask = _mask(fields["mask"]) if "mask" in fields else None
+    masks = [_mask(value) for field, value in fields.items() if field.partition("_")[0] == "mask"]
+    if len(lengths := {len(one) for one in masks}) > 1:
+        raise InputError(f"the masks have {' and '.join(map(str, sorted(lengths)))} tokens")
+    mask = np.logical_and.reduce(masks) if masks else None
     reward, s = fields.get("reward"), fields.get("log_ratio_sum", math.nan)
     response = _Response(
         row=number,
@@ -282,6 +288,13 @@ def _log_probs(field: str, value: Any, mask: Values | None) -> Values:
         at = int(values.argmax())
         raise InputError(f"{field}[{at}] = {values[at]:g}: a log-probability is not above 0")
     return values
+
+
+def _whole(value: Any) -> Any:
+    """Convert ``"3"`` and ``3.0``, as other tools write whole numbers, to 3."""
+    with suppress(TypeError, ValueError, OverflowError):
+        return int(value) if float(value) == int(float(value)) else value
+    return value
 
 
 def _mask(value: Any) -> Values:

@@ -29,7 +29,10 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "log_probs": ("log_probs", "per_token_logps", "log_prob"),
     "old_log_probs": ("old_log_probs", "old_per_token_logps", "old_log_prob"),
     "sampled_log_probs": ("sampled_log_probs", "sampling_per_token_logps", "rollout_log_probs"),
-    "mask": ("mask", "completion_mask", "response_mask"),
+    "mask": (
+        *("mask", "completion_mask", "response_mask", "loss_mask", "loss_masks"),
+        *("action_mask", "token_mask", "tool_mask", "env_mask"),
+    ),
     "advantage": ("advantage", "A", "advantages"),
     "update": ("update",),
     "flipped": ("flipped",),
@@ -39,7 +42,9 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "prompt": ("prompt", "uid"),
     "response": ("response",),
 }
-"""Field → names that it is known by, the first of which is ours."""
+"""Field → names that it is known by, the first of which is ours. Of several masks all count."""
+OTHER_MASKS = ("attention_mask", "prompt_mask", "padding_mask", "pixel_attention_mask")
+"""Masks that are not of response tokens."""
 
 
 def given_names(words: Iterable[str]) -> dict[str, str]:
@@ -59,17 +64,21 @@ def names_in(keys: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
     Raises:
         InputError: the row has two names of one field, or lacks a name that was given.
     """
-    names = {}
+    names: dict[str, str] = {}
     for field, known in NAMES.items():
         here = [name for name in ([given[field]] if field in given else known) if name in keys]
         if field in given and not here:
             raise InputError(f"no field {given[field]!r}, which --fields gives for {field}")
-        if len(here) > 1:
+        names |= {f"{field}_{number}": name for number, name in enumerate(here[1:]) if field == "mask"}
+        if len(here) > 1 and field != "mask":
             raise InputError(
                 f"{here[0]!r} and {here[1]!r} both mean {field}: keep one, or say --fields {field}=…"
             )
         if here:
             names[field] = here[0]
+    for key in keys:
+        if key.endswith(("mask", "masks")) and key not in (*names.values(), *OTHER_MASKS):
+            raise InputError(f"{key!r} is an unknown mask: remove it, or say --fields mask={key}")
     _check_enough(names)
     return names
 

@@ -130,7 +130,6 @@ def figures(folder: Path, records: Records) -> dict[str, Any]:
             for one in clip_rates(records)
         ],
         "exponent": history.series("fspo/exponent").last(1),
-        "crossover": history.series("fspo/crossover").last(1),
         "reward_first": reward.first(_STEPS),
         "reward_last": reward.last(_STEPS),
         "length_first": length.first(_STEPS),

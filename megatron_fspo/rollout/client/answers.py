@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -37,6 +37,19 @@ class StoppedElsewhere(BadAnswer):
     """The response ends at a stop string that is in the server's text but not in ours."""
 
 
+class EndedEarly(BadAnswer):
+    """The server ended the response early; another attempt may succeed. ``args``: message, finish_reason."""
+
+
+UNFINISHED = {
+    None: "the server gave no reason for the end",
+    "abort": "the server aborted the request",
+    "error": "the server's engine failed",
+    "repetition": "the server stopped a repetition",
+}
+"""``finish_reason`` → what it means, if the response is no sample of the policy."""
+
+
 # With gc=False, Python's garbage collector does not traverse one object per token.
 class _LogProb(Struct, gc=False):
     logprob: float
@@ -58,9 +71,9 @@ class _Span(Struct):
 
 class _Choice(Struct):
     token_ids: list[Annotated[int, Meta(ge=0, lt=2**31)]]
-    finish_reason: Literal["stop", "length"]
-    logprobs: _LogProbs
-    weight_versions: list[_Span]
+    finish_reason: str | None = None
+    logprobs: _LogProbs | None = None
+    weight_versions: list[_Span] = []
     routed_experts: str | None = None
 
 
@@ -107,9 +120,13 @@ def read_completion(body: bytes, params: SamplingParams, prompt_length: int) -> 
     if len(choices) != 1:
         raise BadAnswer(f"{len(choices)} choices, expected 1")
     (choice,) = choices
-    token_ids = choice.token_ids
+    token_ids, reason = choice.token_ids, choice.finish_reason
+    if reason in UNFINISHED:
+        raise EndedEarly(f"finish_reason {reason!r}: {UNFINISHED[reason]}", reason)
+    if reason not in ("stop", "length") or choice.logprobs is None:
+        raise BadAnswer(f"no log-probs, or an unknown finish_reason: {_short(reason)}")
     end = kept(token_ids, params)
-    _check_end(token_ids, choice.finish_reason, params, stopped=end is not None)
+    _check_end(token_ids, reason, params, stopped=end is not None)
     log_probs = _log_probs(choice.logprobs.content, token_ids)
     spans = _spans(choice.weight_versions, len(token_ids))
     if params.temperature == 0:
@@ -128,7 +145,7 @@ def read_completion(body: bytes, params: SamplingParams, prompt_length: int) -> 
     return Completion(
         token_ids=token_ids[:end],
         log_probs=log_probs[:end],
-        finish_reason=choice.finish_reason if end is None else "stop",
+        finish_reason="stop" if end is not None or reason == "stop" else "length",
         weight_version=min(span.version for span in spans),
         version_spans=spans,
         routes=routes,

@@ -359,6 +359,7 @@ class VLLMEngine:
             "rollout/canary_tolerance": math.nan if self.tolerance is None else self.tolerance,
             "rollout/sent_bytes": float(self.leader.sender.sent_bytes),
             "rollout/servers": float(len(self.leader.pool.live())),
+            **{f"rollout/ended_{reason}": float(n) for reason, n in self.leader.pool.ended().items()},
         }
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from heapq import heappop, heappush
@@ -118,6 +119,10 @@ class Pool:
     def live(self) -> list[Server]:
         """Return the servers in rotation."""
         return [slot.server for slot in self._slots if slot.up]
+
+    def ended(self) -> Counter[str]:
+        """Return the number of responses that servers ended early, by finish_reason."""
+        return sum((slot.server.ended for slot in self._slots), Counter())
 
     async def reachable(self) -> list[Server]:
         """Return the servers whose ``/health`` answers now, in rotation or not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -13,6 +14,7 @@ from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.job.remote import request
 from megatron_fspo.rollout.client.answers import (
     BadAnswer,
+    EndedEarly,
     StoppedElsewhere,
     parse,
     read_completion,
@@ -30,7 +32,7 @@ _MESSAGE_CHARACTERS = 300  # limit for a server's text in an error message
 
 
 class ServerLost(TrainingError):
-    """No answer: the connection failed, the request timed out, or the last status was 429 or 5xx."""
+    """No answer: no connection, a time-out, 429 or 5xx at last, or a response that the server ended early."""
 
 
 class Refused(InputError):
@@ -53,6 +55,7 @@ class Server:
         self.url = _checked_url(url)
         self._http = http
         self._key = api_key
+        self.ended: Counter[str] = Counter()  # responses that the server ended early, by finish_reason
         if api_key is not None:
             check_key(api_key)
         # httpx hides this header's value in its own repr.
@@ -182,7 +185,11 @@ class Server:
         try:
             yield
         except BadAnswer as error:
-            raise type(error)(self._one_line(f"{self._where(route)}: {error}")) from None
+            text = self._one_line(f"{self._where(route)}: {error.args[0]}")
+            if not isinstance(error, EndedEarly):
+                raise type(error)(text) from None
+            self.ended[str(error.args[1])] += 1
+            raise ServerLost(text) from None
 
     async def _ask(self, method: str, route: str, **how: Any) -> bytes:
         """Return the content of the answer to a :func:`request`."""
