@@ -347,7 +347,7 @@ MUTANTS = {
         "text.rfind(begin) <= text.rfind(end)", "text", "test_extract.py thinking",
     ),
     "rewards: sides that contradict each other": Mutant(
-        "if before and after and not equal_decimals(", "if not before and not equal_decimals(",
+        "if not all(equal_decimals(before, after, places=1)", "if not all(True",
         "test_math.py reports",
     ),
     "rows: no tools for the template": Mutant(", **task.template", "", "test_prompts.py rendered"),

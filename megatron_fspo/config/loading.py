@@ -118,8 +118,7 @@ ON_RESUME: Mapping[str, str] = {
         " (other numbers from here on)",
     ),
 }
-"""What a change of a section's keys does to a resumed run, unless it is refused, as are other rows and seeds
-and what changes the function of the loaded weights."""
+"""What a change of a section's keys does to a resumed run, unless it is refused."""
 
 
 def config_changes(config: Config) -> list[str]:

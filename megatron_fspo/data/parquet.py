@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 _BATCH_ROWS = 1024
-_TOOL_KEYS = ("arguments", "parameters", "tools")
+_TOOL_KEYS = ("arguments", "parameters", "tools", "chat_template_kwargs")
 """Objects whose keys differ between rows: Arrow gives every row the keys of all, as null."""
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from megatron_fspo.config.data import Data
 from megatron_fspo.data.parquet import unread_columns
 from megatron_fspo.data.rows import read_rows
-from megatron_fspo.data.tasks import MEDIA, Source, Task, Which, check_source, encode, read_task, sources_of
+from megatron_fspo.data.tasks import Source, Task, Which, check_source, encode, read_task, sources_of
 from megatron_fspo.errors import Attempts, InputError
 from megatron_fspo.types import Prompt
 
@@ -80,7 +80,7 @@ def load_set(
     dropped: Counter[str] = Counter()
     kept: list[tuple[Task, str, tuple[int, ...]]] = []
     rows = 0
-    for row in read_rows(source.file, (*MEDIA, source.prompt_key, source.answer_key)):
+    for row in read_rows(source.file, (source.prompt_key, source.answer_key)):
         rows += 1
         task = read_task(row, source)
         novelty = seen.add(task)

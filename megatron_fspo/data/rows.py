@@ -21,6 +21,7 @@ from megatron_fspo.data.parquet import read_parquet
 from megatron_fspo.errors import InputError
 
 _BOM = b"\xef\xbb\xbf"
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # which a text model cannot read
 
 
 class Number(str):
@@ -70,7 +71,7 @@ class Row:
 
 def read_rows(path: Path, needed: Sequence[str] = ()) -> Iterator[Row]:
     """Yield the rows of a file: parquet if its suffix is ``.parquet``, else JSON lines, skipping blank lines.
-    Unreadable parquet columns are left out, except ``needed`` keys.
+    Unreadable parquet columns are left out, except media and ``needed`` keys, which are errors.
 
     Raises:
         InputError: the file cannot be read, or not to its end.
@@ -85,7 +86,7 @@ def read_rows(path: Path, needed: Sequence[str] = ()) -> Iterator[Row]:
                 return
     except OSError as error:
         raise InputError(f"{path}: cannot read the prompts: {error.strerror}") from error
-    for number, row in enumerate(read_parquet(path, needed), start=1):
+    for number, row in enumerate(read_parquet(path, (*MEDIA, *needed)), start=1):
         yield Row(f"{path}: row {number}", row.copy)
 
 

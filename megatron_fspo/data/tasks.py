@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_fspo.config.data import TEMPLATES, Data, DataSet, PresetName, Reading
-from megatron_fspo.data.rows import Row, kind
+from megatron_fspo.data.rows import MEDIA, Row, kind
 from megatron_fspo.errors import InputError
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ PRESETS: dict[PresetName, tuple[str | bool, ...]] = {
 }
 """For each file format, the values of ``_KEYS``. The prompts in DAPO's and slime's files include
 instructions; the others are bare questions, and their template asks for an answer in a box."""
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-"""Columns of other trainers' data that are parts of a prompt which a text model cannot read."""
 
 
 @dataclass(frozen=True, kw_only=True)

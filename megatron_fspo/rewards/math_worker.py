@@ -32,7 +32,7 @@ _CHOICE_AND_TEXT = re.compile(r"(?:\\text(?:bf)?\{)?[(\[]?([A-J])[)\].:]+[\s}]*[
 _RELATION = re.compile(
     r"(?<![<>!=\\]):?=(?!=)|\\(?:approx|thickapprox|simeq|cong|equiv|doteq|sim)(?![a-zA-Z])|≈"
 )
-_NAMED = re.compile(r"\s*([^\d=<>,;][^=<>,;]{0,20})=([^=<>,;]+)")
+_NAMED = re.compile(r"\s*([^\d=<>,;+*/^-][^=<>,;+*/^-]{0,20})=([^=<>,;]+)")
 _LIST = re.compile(r"[,;]|\\text|\\(?:lor|vee|cup|quad|qquad|\\)(?![a-zA-Z])")
 _CUT = re.compile(
     r"\\(?:to|(?:long)?(?:left)?rightarrow|(?:Left)?Rightarrow|implies|iff|propto|mid|[bp]?mod)(?![a-zA-Z])|//"
@@ -53,21 +53,21 @@ def compare(gold: str, answer: str) -> tuple[bool, bool]:
     if choice and (letter := form(gold).text) in [*"ABCDEFGHIJ"]:
         return choice[1] == letter, True
     named, other = _NAMED.fullmatch(gold), _NAMED.fullmatch(answer)
-    if named and (
-        not _RELATION.search(answer) or (other and "".join(named[1].split()) == "".join(other[1].split()))
-    ):
-        gold, answer = named[2], other[2] if other else answer
+    if named and other and "".join(named[1].split()) == "".join(other[1].split()):
+        gold, answer = named[2], other[2]
+    elif named and not _RELATION.search(answer):
+        gold = named[2]
     if all(map(_WORDS.fullmatch, (gold, answer))):
         # Otherwise each letter is a factor, and "Friday" equals "Fridya".
         gold, answer = rf"\text{{{gold}}}", rf"\text{{{answer}}}"
     dots = {bool(_DOTS.search(text)) for text in (gold, answer)}
-    if len(dots) > 1 or (_CUT.search(answer) and not _CUT.search(gold)):
+    if len(dots) > 1 or (_CUT.search(re.sub(r"_\{[^{}]*\}", "", answer)) and not _CUT.search(gold)):
         return False, False
     sides = _sides(gold, answer)
-    for before, after in pairwise(side.number for side in sides):
-        if before and after and not equal_decimals(before, after, places=1):
-            return False, True
-    return any(_equal(_reference(gold), side) for side in sides), sides[-1].readable
+    numbers = pairwise(side.number for side in sides if side.number)
+    if not all(equal_decimals(before, after, places=1) for before, after in numbers):
+        return False, True
+    return any(_equal(_reference(gold), side) for side in sides), bool(sides) and sides[-1].readable
 
 
 class _Side:
@@ -79,21 +79,23 @@ class _Side:
         self.parsed = _parsed(text)
         self.readable = any(not isinstance(one, str) for one in self.parsed)
         self.number = number if self.is_plain else _number(self.parsed[0] if self.parsed else None)
-        """The real number that it is, if any."""
 
 
 _reference = lru_cache(maxsize=64)(_Side)
 
 
 def _sides(gold: str, answer: str) -> list[_Side]:
-    """Split ``2 + 3 = 5``, a longer chain, and ``x = 5`` if the reference is no equation."""
+    """Split ``2 + 3 = 5`` and longer chains; also ``x = 5``, unless the reference is an equation."""
     texts = [text.strip().removesuffix(".") for text in _RELATION.split(answer) if text.strip()]
     if len(texts) < 2 or _LIST.search(answer):
         return [_Side(answer)]
     sides = [_Side(text) for text in texts]
     if len(texts) > 2 or sides[0].number:
         return sides
-    return [_Side(" = ".join(texts))] if _RELATION.search(gold) else sides[-1:]
+    whole = " = ".join(texts)
+    if _RELATION.search(gold):
+        return [_Side(whole)]
+    return sides[-1:] if _NAMED.fullmatch(whole) else []
 
 
 def _equal(gold: _Side, answer: _Side) -> bool:
