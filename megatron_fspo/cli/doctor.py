@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 _PACKAGES = (
     "torch megatron-core transformers safetensors transformer-engine apex vllm wandb tensorboard sympy"
 ).split()
-_ANY_RUN = "torch einops psutil numpy pydantic safetensors transformers tqdm httpx msgspec pyarrow".split()
+_ANY_RUN = (
+    "torch einops psutil numpy pydantic safetensors transformers tqdm anyio httpx msgspec pyarrow".split()
+)
 _MODULES = {
     "": {name: name for name in _ANY_RUN} | {"megatron-core": "megatron", "tomli-w": "tomli_w"},
     "lab": {"jinja2": "jinja2", "markupsafe": "markupsafe", "matplotlib": "matplotlib"},

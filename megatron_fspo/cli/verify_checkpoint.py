@@ -87,9 +87,9 @@ def _bits(first: Path, second: Path | None) -> Iterator[Difference]:
         if other != arch:
             keys = [key for key, value in vars(arch).items() if value != getattr(other, key)]
             raise InputError(f"{first} and {second} are different models: {', '.join(keys)} differ")
+        yield from compare(reader, open_checkpoint(second, arch), arch, progress)
         for name in differing_side_files(first, second):
             yield Difference(name, "is not in both folders, or not the same")
-        yield from compare(reader, open_checkpoint(second, arch), arch, progress)
 
 
 def _describe(differences: Sequence[Difference], first: Path, second: Path | None) -> str:

@@ -121,22 +121,24 @@ ON_RESUME: Mapping[str, str] = {
 """What a change of a section's keys does to a resumed run, unless it is refused."""
 
 
-def config_changes(config: Config) -> list[str]:
-    """Return the differences from the run's ``config.toml``, if it has one, as ``key: old -> new`` lines with
-    what they do. Raises ``InputError`` if that file is not a valid configuration."""
+def config_changes(config: Config) -> dict[str, str]:
+    """Return the differences from the run's ``config.toml``, ``key: old -> new``, and what each does to a
+    resumed run. Raises ``InputError`` if that file is not a valid configuration."""
     path = config.run_folder / "config.toml"
     if not path.exists():
-        return []
+        return {}
     old = load_config(path)
     before, after = (one.model_dump(mode="json") for one in (old, config))
     first, last = (one.optimizer.over(one.optimizer_steps).lr_decay_steps for one in (old, config))
     falls = config.optimizer.lr_decay != "constant" and first != last
-    return [f"the learning rate reaches its minimum at optimizer step {last}, not {first}"] * falls + [
-        f"{section}.{key}: {before[section].get(key)} -> {keys.get(key)}{ON_RESUME[section]}"
+    decay = f"; the decay of lr ends at optimizer step {last}, not {first}" * falls
+    return {
+        f"{section}.{key}: {before[section].get(key)} -> {keys.get(key)}": ON_RESUME[section]
+        + (decay if section in ("run", "batch", "optimizer") else "")
         for section, keys in after.items()
         for key in sorted(keys.keys() | before[section].keys())
         if before[section].get(key) != keys.get(key)
-    ]
+    }
 
 
 def legal_keys() -> Iterator[tuple[str, FieldInfo, str]]:

@@ -44,8 +44,7 @@ def read_parquet(path: Path, needed: Sequence[str] = ()) -> Iterator[dict[str, A
 
 
 def unread_columns(path: Path) -> dict[str, str]:
-    """Return the names of the columns that :func:`read_parquet` leaves out, with their types; empty for a
-    file that is not ``.parquet``."""
+    """Return name and type of the columns that :func:`read_parquet` leaves out; none of other files."""
     if path.suffix.lower() != ".parquet":
         return {}
     from pyarrow import parquet

@@ -64,11 +64,10 @@ def boxed(response: str) -> str | None:
         if answers and not _BETWEEN.fullmatch(response, end + bool(opening), after):
             break
         after, answer = start, response[first:end].strip()
-        if not answer and not answers:
+        if not (answer or answers):
             return None
-        if answer and answer not in answers:
-            answers.insert(0, answer)
-    return ", ".join(answers) if answers else None
+        answers = answers if answer in answers else [answer, *answers]
+    return ", ".join(filter(None, answers)) or None
 
 
 def end_of_braces(text: str, first: int) -> int | None:

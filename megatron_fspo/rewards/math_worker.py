@@ -93,9 +93,8 @@ def _sides(gold: str, answer: str) -> list[_Side]:
     if len(texts) > 2 or sides[0].number:
         return sides
     whole = " = ".join(texts)
-    if _RELATION.search(gold):
-        return [_Side(whole)]
-    return sides[-1:] if _NAMED.fullmatch(whole) else []
+    named = sides[-1:] if _NAMED.fullmatch(whole) else []
+    return [_Side(whole)] if _RELATION.search(gold) else named
 
 
 def _equal(gold: _Side, answer: _Side) -> bool:

@@ -281,8 +281,8 @@ def _open_folder(
     ):
         log.warn_once(note, note)
     _prune(config, log, step or 0)  # a killed run may have left old checkpoints
-    for change in changes:
-        log.say(f"config changed since the run began: {change}")
+    for change, effect in changes.items():
+        log.say(f"config changed since the run began: {change}{effect}")
     for note in inputs.notes:
         log.say(note)
     return log

@@ -70,8 +70,7 @@ def new_checkpoint(out_dir: str | Path, source_dir: Path, needed_bytes: int) -> 
 
 
 def side_files(folder: Path) -> list[Path]:
-    """Return the paths in ``folder`` of what belongs to a model beside weights and code: config, tokenizer,
-    chat templates, licence, and whatever else is there."""
+    """Return the paths in ``folder`` of all that is neither weights nor code: config, tokenizer, …"""
     return sorted(
         path.relative_to(folder)
         for path in [*folder.glob("[!.]*"), *folder.glob("additional_chat_templates/*")]

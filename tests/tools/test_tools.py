@@ -105,7 +105,9 @@ def test_a_difference_is_named_and_is_exit_status_1(
     tensors = load_file(source / "model.safetensors")
     tensors[Q][3, 5] *= 2
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    for path in source.iterdir():
+        if path.name not in ("model.safetensors", "manifest.json"):
+            (tmp_path / path.name).write_bytes(path.read_bytes())
     result = tool("verify_checkpoint", tmp_path, megatron, "--logits")
     assert result.returncode == 1, result.stderr
     assert f"1 tensors or files differ\n  {Q}: 1 values, by up to" in result.stdout
@@ -113,6 +115,9 @@ def test_a_difference_is_named_and_is_exit_status_1(
     report = json.loads(tool("verify_checkpoint", tmp_path, megatron, "--json").stdout)
     assert not report["same"]
     assert report["different_tensors"][0]["name"] == Q
+    (tmp_path / "LICENSE").touch()
+    report = json.loads(tool("verify_checkpoint", tmp_path, megatron, "--json").stdout)
+    assert [one["name"] for one in report["different_tensors"]] == [Q, "LICENSE"]
 
 
 def test_files_of_a_chosen_size_and_another_dtype(

@@ -10,7 +10,7 @@ import pytest
 
 from configs import make_config
 from megatron_fspo.config import Config
-from megatron_fspo.config.loading import config_changes, load_config, save_config
+from megatron_fspo.config.loading import ON_RESUME, config_changes, load_config, save_config
 from megatron_fspo.errors import InputError
 from megatron_fspo.job.folder import (
     Resume,
@@ -163,13 +163,19 @@ def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_the_configuration_is_kept_and_changes_are_told(tmp_path: Path) -> None:
     first = make_config(tmp_path)
-    assert config_changes(first) == []
+    assert config_changes(first) == {}
     first.run_folder.mkdir(parents=True, exist_ok=True)
     save_config(first, first.run_folder / "config.toml")
     assert load_config(tmp_path / "one/config.toml") == first
-    assert config_changes(first) == []
+    assert config_changes(first) == {}
     rloo = {"name": "rloo", "eps_low": 0.1}
     changes = set(config_changes(make_config(tmp_path, loss=rloo, data={"train": "t", "validation": "v"})))
     assert changes >= {"data.validation: None -> v", "loss.name: fspo -> rloo", "loss.eps_low: None -> 0.1"}
     assert "loss.c_high: 0.03 -> None" in changes
     assert {line.partition(".")[0] for line in changes} == {"data", "loss"}
+    assert [*config_changes(make_config(tmp_path, log={"tokens": 3})).values()] == [""]
+    falling = make_config(tmp_path, optimizer={"lr_decay": "linear"}, batch={"mini_batches": 2})
+    _, effect = config_changes(falling).popitem()
+    updates = falling.optimizer_steps, first.optimizer_steps
+    assert effect.endswith("lr ends at optimizer step {}, not {}".format(*updates)), effect
+    assert ON_RESUME.keys() == Config.model_fields.keys()
