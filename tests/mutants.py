@@ -356,7 +356,7 @@ MUTANTS = {
     ),
     "rows: Arrow's nulls": Mutant("if not (inside and item is None)", "", "test_parquet.py tools"),
     "resume: other rows": Mutant(
-        '            "rows": rows,', '            "rows": "",', "test_cursor.py elsewhere"
+        '            "rows": rows,', '            "rows": "",', "test_cursor.py digest"
     ),
     "end tokens: generation_config.json alone": Mutant(
         '("generation_config.json", "config.json")', '("generation_config.json",)', "test_tokenizer.py",

@@ -241,6 +241,9 @@ def test_other_texts_or_answers_have_another_digest() -> None:
         for some in [rows, rows, *others]
     ]
     assert digests[0] == digests[1] and len(set(digests)) == 5
+    saved, resumed = (PromptCursor([("a", 2, 1.0)], 1, size=1, rows=rows) for rows in digests[1:3])
+    with pytest.raises(InputError, match="the checkpoint has rows = "):
+        resumed.load_state_dict(saved.state_dict())
 
 
 def test_without_weights_every_prompt_weighs_the_same() -> None:

@@ -10,12 +10,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
 from torch import Tensor
+from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast, WhisperFeatureExtractor
 from weights_helpers import VOCAB, assert_bits, contents, edit_config, refused, save_model, tensors_of
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights import read_architecture, write_hf_checkpoint
-from megatron_fspo.weights.folder import differing_side_files
+from megatron_fspo.weights.folder import differing_side_files, side_files
 
 INDEX = "model.safetensors.index.json"
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -73,6 +75,20 @@ def test_config_and_tokenizer_come_along_but_no_code(source: Path, tmp_path: Pat
     (out / "LICENSE").write_text("mine")
     (out / "tokenizer.json").unlink()
     assert differing_side_files(source, out) == ["LICENSE", "tokenizer.json"]
+
+
+def test_whatever_transformers_saves_beside_weights_comes_along(tmp_path: Path) -> None:
+    """Of a newer transformers too: a file that is left behind fails here."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")),
+        chat_template={"default": "x", "tool_use": "y"},
+    )
+    tokenizer.save_pretrained(tmp_path)
+    WhisperFeatureExtractor().save_pretrained(tmp_path)
+    GenerationConfig().save_pretrained(tmp_path)
+    LlamaConfig().save_pretrained(tmp_path)
+    saved = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()}
+    assert set(side_files(tmp_path)) == saved and len(saved) >= 6
 
 
 def test_each_tensor_keeps_the_dtype_of_the_source(tmp_path: Path) -> None:
