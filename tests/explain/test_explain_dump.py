@@ -41,10 +41,11 @@ def test_s_and_l_follow_from_tokens(tmp_path: Path) -> None:
 def test_names_and_padding_of_trl_and_verl(tmp_path: Path) -> None:
     new, old, mask = [-1.0, -2.0, 0.0, 99.0], [-1.5, -2.0, 0.0, math.nan], [1, 1, 0, 0]
     trl = {"per_token_logps": new, "old_per_token_logps": old, "completion_mask": mask, "advantages": -1.0}
+    prime = {"trainer_logprobs": new, "inference_logprobs": old, "loss_mask": [True, True, False, False]}
     verl = {"log_prob": new, "old_log_prob": old, "response_mask": mask, "advantages": [-1.0, -1.0, 0.0, 0.0]}
     mine = {"length": 2, "log_ratio_sum": 0.5, "advantage": -1.0}
     ours = read_dump(write(tmp_path / "ours.jsonl", [mine]), {})
-    for name, row in (("trl", trl), ("verl", verl)):
+    for name, row in (("trl", trl), ("verl", verl), ("prime-rl", prime | {"advantages": [-1.0] * 4})):
         dump = read_dump(write(tmp_path / f"{name}.jsonl", [row]), {})
         assert dump.lengths.tolist() == [2]
         assert dump.log_ratio_sum.tolist() == ours.log_ratio_sum.tolist() == [0.5]

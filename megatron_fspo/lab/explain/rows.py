@@ -2,8 +2,8 @@
 
 Names are ours, and those that TRL and verl give to the same quantities. TRL's are the names in
 ``GRPOTrainer._compute_loss`` (1.16.0) and of the column of its completions table; verl's those of its batch
-and of the arguments of a policy loss (0.9.1). Both were read in the published wheels. Another name is given
-on the command line, as in ``--fields advantage=adv``.
+and of the arguments of a policy loss (0.9.1); prime-rl's those of its token exports. Another name is given on
+the command line, as in ``--fields advantage=adv``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ except ImportError:  # in the environment of a peer, where this package is insta
 NAMES: Mapping[str, tuple[str, ...]] = {
     "length": ("length", "L"),
     "log_ratio_sum": ("log_ratio_sum", "S"),
-    "log_probs": ("log_probs", "per_token_logps", "log_prob"),
-    "old_log_probs": ("old_log_probs", "old_per_token_logps", "old_log_prob"),
+    "log_probs": ("log_probs", "per_token_logps", "log_prob", "trainer_logprobs"),
+    "old_log_probs": ("old_log_probs", "old_per_token_logps", "old_log_prob", "inference_logprobs"),
     "sampled_log_probs": ("sampled_log_probs", "sampling_per_token_logps", "rollout_log_probs"),
     "mask": (
         *("mask", "completion_mask", "response_mask", "loss_mask", "loss_masks"),
