@@ -189,7 +189,7 @@ def _responses(path: Path, given: Mapping[str, str], step: int | None) -> Iterat
                     raise InputError(f"{min(here ^ same)} is in some rows and not in others: all need it")
                 same = frozenset(here)
             fields = {field: row[name] for field, name in names.items()}
-            if step is not None and _whole(fields.get("step")) != step:
+            if row.get("remove_sample") or (step is not None and _whole(fields.get("step")) != step):
                 continue
             if isinstance(fields.get("length"), float):
                 fields["length"] = _whole(fields["length"])
