@@ -1,10 +1,10 @@
 """Pairs of a reference and an answer, equal or different by construction, and how many are graded right.
 
     python benchmarks/math_pairs.py                                       # `math`, and math-verify alone
-    .venv-trl/bin/python benchmarks/math_pairs.py --grader trl            # a peer's, in its environment
+    .venv-trl/bin/python benchmarks/math_pairs.py --grader trl        # after its `pip install math-verify`
     .venv-verl/bin/python benchmarks/math_pairs.py --grader verl
 
-A pair is two of twelve ways to write a number, over 40 orders of magnitude.
+A pair is two of fourteen ways to write a number, over 40 orders of magnitude.
 """
 
 from __future__ import annotations

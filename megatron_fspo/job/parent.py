@@ -1,7 +1,4 @@
-"""Child processes: an environment without secrets, the end of a whole process group, an end with the parent.
-
-Standard library only.
-"""
+"""Child processes: an environment without secrets, an end with the parent, and of the whole group."""
 
 from __future__ import annotations
 

@@ -67,7 +67,8 @@ def boxed(response: str) -> str | None:
         if not (answer or answers):
             return None
         answers = answers if answer in answers else [answer, *answers]
-    return ", ".join(filter(None, answers)) or None
+    answer = ", ".join(filter(None, answers))
+    return answer if 0 < len(answer) <= LONGEST else None
 
 
 def end_of_braces(text: str, first: int) -> int | None:

@@ -79,7 +79,8 @@ def test_numbers_as_other_tools_write_them(tmp_path: Path) -> None:
     ]
     assert read_dump(write(tmp_path / "a.jsonl", rows), {}, 3).lengths.tolist() == [2, 2, 2]
     removed = [rows[0], rows[1] | {"remove_sample": True}, rows[2] | {"remove_sample": False}]
-    assert len(read_dump(write(tmp_path / "a.jsonl", removed), {})) == 2
+    dump = read_dump(write(tmp_path / "a.jsonl", removed), {})
+    assert (len(dump), dump.empty) == (2, 1)
     with pytest.raises(InputError, match=r"length = 2\.5"):
         read_dump(write(tmp_path / "a.jsonl", [rows[0] | {"length": 2.5}]), {})
     halves = {

@@ -119,6 +119,14 @@ def test_the_longest_answer(rule: str, opening: str) -> None:
     assert extract(opening + "7" * (LONGEST + 1) + "}", rule) is None
 
 
+def test_all_boxes_together_and_those_without_braces_have_the_same_limit() -> None:
+    several = [f"\\boxed{{{digit * (LONGEST // 3)}}}" for digit in "1234"]
+    assert len(extract(", ".join(several[:2]), "boxed") or "") == 2 * (LONGEST // 3) + 2
+    assert extract(", ".join(several), "boxed") is None
+    assert extract("\\boxed " + "7" * LONGEST, "boxed") == "7" * LONGEST
+    assert extract("\\boxed " + "7" * (LONGEST + 1), "boxed") is None
+
+
 def test_the_reference_may_be_a_worked_solution() -> None:
     answers = [" 5\n", "so\n#### 12", "thus $\\boxed{\\frac79}$.", "Answer: 5"]
     assert list(map(reference, answers)) == ["5", "12", "\\frac79", "Answer: 5"]

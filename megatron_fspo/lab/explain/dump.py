@@ -189,8 +189,10 @@ def _responses(path: Path, given: Mapping[str, str], step: int | None) -> Iterat
                     raise InputError(f"{min(here ^ same)} is in some rows and not in others: all need it")
                 same = frozenset(here)
             fields = {field: row[name] for field, name in names.items()}
-            if row.get("remove_sample") or (step is not None and _whole(fields.get("step")) != step):
+            if step is not None and _whole(fields.get("step")) != step:
                 continue
+            if row.get("remove_sample"):  # slime's; it counts as empty
+                fields = {"length": 0, "log_ratio_sum": 0.0, "advantage": 0.0}
             if isinstance(fields.get("length"), float):
                 fields["length"] = _whole(fields["length"])
             if isinstance(fields.get("length"), list):
