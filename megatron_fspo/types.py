@@ -180,6 +180,12 @@ class Completion:
             raise ValueError(f"row_starts = {self.row_starts}, of {len(self.token_ids)} tokens, {written=}")
 
     @property
+    def spans(self) -> tuple[VersionSpan, ...]:
+        """Weight version of every token, in order; never empty."""
+        whole = VersionSpan(version=self.weight_version, start=0, end=len(self.token_ids))
+        return self.version_spans or (whole,)
+
+    @property
     def length(self) -> int:
         """L, the number of tokens that the policy wrote."""
         return sum(map(len, self.written))

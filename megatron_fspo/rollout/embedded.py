@@ -6,14 +6,14 @@ samples the tokens for all.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -202,24 +202,9 @@ class EmbeddedEngine:
                 if not done:
                     raise silent(environment, asked[left.pop()])
             replies = [one.result() for one in asked]
-        sizes = torch.zeros(len(rows), 5, dtype=torch.float64, device=device)
-        for i, reply in enumerate(replies):
-            length = -1 if reply.token_ids is None else len(reply.token_ids)
-            reward = math.nan if reply.reward is None else reply.reward
-            sizes[i] = torch.tensor([length, reward, reply.failed, reply.restarts, reply.seconds])
-        known = self.model.settle(sizes).tolist()
-        flat = torch.zeros(int(sum(max(length, 0) for length, *_ in known)), device=device).long()
-        if replies:
-            inserted = [token for reply in replies for token in reply.token_ids or ()]
-            flat = torch.tensor(inserted, device=device, dtype=torch.long)
-        tokens = iter(self.model.settle(flat).tolist())
-        return [
-            Reply(
-                token_ids=None if length < 0 else tuple(islice(tokens, int(length))),
-                reward=None if math.isnan(reward) else reward,
-                failed=bool(failed),
-                restarts=bool(restarts),
-                seconds=seconds,
-            )
-            for length, reward, failed, restarts, seconds in known
-        ]
+        encoded = msgspec.msgpack.encode(replies)
+        size = int(self.model.settle(torch.tensor([len(encoded)], device=device)).item())
+        data = torch.zeros(size, dtype=torch.uint8, device=device)
+        if self.model.leads:
+            data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(device)
+        return msgspec.msgpack.decode(self.model.settle(data).cpu().numpy().tobytes(), type=list[Reply])

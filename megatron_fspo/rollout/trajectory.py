@@ -79,8 +79,7 @@ class Trajectory:
         start = len(self.token_ids)
         self.token_ids += turn.token_ids
         self.log_probs += turn.log_probs
-        whole = VersionSpan(version=turn.weight_version, start=0, end=len(turn.token_ids))
-        for span in turn.version_spans or (whole,):
+        for span in turn.spans:
             self._spans.append(replace(span, start=span.start + start, end=span.end + start))
         self._last = {"routes": turn.routes, "route_problem": turn.route_problem}
         return self.end_turn(turn.finish_reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import accumulate, product
 from typing import Any, TypeVar
@@ -22,10 +22,23 @@ from megatron_fspo.packing.pack import Pack, PackLayout, Plan, collate_packs, pl
 from megatron_fspo.packing.plan import attention_costs
 from megatron_fspo.parallel.groups import ParallelGroups, exchange, of_first_rank, pack_layout
 from megatron_fspo.rewards import Grade
-from megatron_fspo.types import ROW_START, WRITTEN, Completion, Prompt, Routing, VersionSpan
+from megatron_fspo.types import ROW_START, WRITTEN, Completion, Prompt, Routing
 from megatron_fspo.weights import Architecture
 
 T = TypeVar("T")
+
+
+def _column(
+    value: Callable[[Completion, int], float] | None, dtype: torch.dtype = torch.long
+) -> dict[str, Any]:
+    """Make a field of :class:`Rollout` a column of the table that ranks fill together. ``value`` takes a
+    response and the data-parallel rank that holds it; None: the rank that grades fills the column."""
+    return {"value": value, "dtype": dtype}
+
+
+def _version_tokens(completion: Completion) -> int:
+    pairs = product(completion.spans, completion.written)
+    return sum(s.version * len(range(max(s.start, w.start), min(s.end, w.stop))) for s, w in pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,39 +48,43 @@ class Rollout:
 
     prompts: Sequence[Prompt]
     samples: int
-    lengths: Tensor
+    lengths: Tensor = field(metadata=_column(lambda one, _: one.length))
     """int64 L: response tokens that the policy wrote, including the stop token."""
-    response_lengths: Tensor
+    response_lengths: Tensor = field(metadata=_column(lambda one, _: len(one.token_ids)))
     """int64: all tokens after the prompt; more than L if an environment inserted some."""
-    rewards: Tensor
+    rewards: Tensor = field(metadata=_column(None, torch.float64))
     """float64: the rewards used for learning."""
-    scores: Tensor
+    scores: Tensor = field(metadata=_column(None, torch.float64))
     """float64: the scores of the first reward alone, used for accuracy."""
     advantages: Tensor
     """float64; NaN until they are computed."""
-    truncated: Tensor
+    truncated: Tensor = field(metadata=_column(lambda one, _: one.finish_reason == "length", torch.bool))
     """bool: True if the response reached a length limit."""
-    oldest_version: Tensor
+    oldest_version: Tensor = field(metadata=_column(lambda one, _: one.weight_version))
     """int64: oldest weight version that sampled any of its tokens."""
-    version_tokens: Tensor
+    version_tokens: Tensor = field(metadata=_column(lambda one, _: _version_tokens(one)))
     """int64: sum over its L tokens of the weight versions that sampled them."""
-    spans: Tensor
+    spans: Tensor = field(metadata=_column(lambda one, _: len(one.spans)))
     """int64: number of weight versions that sampled it."""
-    last_version: Tensor
-    """int64: weight version that sampled its end."""
-    last_start: Tensor
+    last_version: Tensor = field(metadata=_column(lambda one, _: one.spans[-1].version))
+    """int64: weight version that sampled its end, the newest."""
+    last_start: Tensor = field(metadata=_column(lambda one, _: one.spans[-1].start))
     """int64: position in the response at which the tokens of ``last_version`` begin."""
-    owner: Tensor
+    owner: Tensor = field(metadata=_column(lambda _, owner: owner))
     """int64: data-parallel rank that holds its tokens."""
-    routed: Tensor
+    routed: Tensor = field(
+        metadata=_column(lambda one, _: -1 if one.route_problem else int(one.routes is not None))
+    )
     """int64: 1 with the sampler's routes, -1 without, 0 if none were requested."""
-    turns: Tensor
+    turns: Tensor = field(metadata=_column(lambda one, _: len(one.written)))
     """int64: turns of the policy."""
-    rows: Tensor
+    rows: Tensor = field(metadata=_column(lambda one, _: len(one.row_starts) + 1))
     """int64: rows of its trajectory; more than 1 if an environment rewrote the context."""
-    failures: Tensor
+    failures: Tensor = field(metadata=_column(lambda one, _: one.failures))
     """int64: environment replies that failed."""
-    environment_seconds: Tensor
+    environment_seconds: Tensor = field(
+        metadata=_column(lambda one, _: one.environment_seconds, torch.float64)
+    )
     """float64: total time of the environment's replies."""
     held: Mapping[int, Completion]
     """Responses that this rank holds, by number; only the first rank of each model copy holds any."""
@@ -102,40 +119,19 @@ class Rollout:
         return self.prompt_lengths - 1 + first
 
 
-COLUMNS = (
-    *("lengths", "response_lengths", "truncated", "oldest_version", "version_tokens"),
-    *("spans", "last_version", "last_start", "owner", "routed", "turns", "rows", "failures"),
-    *("environment_seconds", "rewards", "scores"),
-)
-"""Columns of the table that ranks fill together: the values of :func:`describe` in order, then the grades."""
-GRADES = 2
-"""Number of last columns, filled by the rank that grades."""
+_COLUMNS = tuple(one for one in fields(Rollout) if one.metadata)
+COLUMNS = tuple(one.name for one in _COLUMNS)
+"""Columns of the table that ranks fill together."""
+GRADES = [COLUMNS.index("rewards"), COLUMNS.index("scores")]
 _PER_RESPONSE = (*COLUMNS, "advantages")
-_TYPES = {name: torch.float64 for name in ("environment_seconds", "rewards", "scores")}
-_TYPES["truncated"] = torch.bool
 
 
-def describe(completion: Completion, owner: int) -> tuple[float, ...]:
-    """Return the table row of a response, without its grades; integers stay exact in float64."""
-    whole = VersionSpan(version=completion.weight_version, start=0, end=len(completion.token_ids))
-    spans = completion.version_spans or (whole,)
-    turns = product(spans, completion.written)
-    return (
-        completion.length,
-        len(completion.token_ids),
-        completion.finish_reason == "length",
-        completion.weight_version,
-        sum(s.version * len(range(max(s.start, turn.start), min(s.end, turn.stop))) for s, turn in turns),
-        len(spans),
-        spans[-1].version,  # versions only grow
-        spans[-1].start,
-        owner,
-        -1 if completion.route_problem else int(completion.routes is not None),
-        len(completion.written),
-        len(completion.row_starts) + 1,
-        completion.failures,
-        completion.environment_seconds,
-    )
+def describe(completion: Completion, owner: int, reward: float = 0.0, score: float = 0.0) -> list[float]:
+    """Return the table row of a response that data-parallel rank ``owner`` holds; integers stay exact in
+    float64."""
+    grades = {"rewards": reward, "scores": score}
+    values = ((one.name, one.metadata["value"]) for one in _COLUMNS)
+    return [float(grades[name] if value is None else value(completion, owner)) for name, value in values]
 
 
 def rollout_of(
@@ -147,8 +143,8 @@ def rollout_of(
 ) -> Rollout:
     """Create a rollout, without advantages, from a table [n, columns] with :data:`COLUMNS`."""
     columns = {
-        name: column.to(_TYPES.get(name, torch.long))
-        for name, column in zip(COLUMNS, table.unbind(1), strict=True)
+        one.name: column.to(one.metadata["dtype"])
+        for one, column in zip(_COLUMNS, table.unbind(1), strict=True)
     }
     unknown = torch.full((len(table),), float("nan"), dtype=torch.float64)
     return Rollout(

@@ -209,10 +209,11 @@ def collect_and_grade(
     grades, failures = _awaited(batch.grades, groups.control, progress, stops=stops)
     table = torch.zeros(len(batch.prompts) * batch.samples, len(COLUMNS), dtype=torch.float64)
     for number, completion in held.items():
-        table[number, :-GRADES] = torch.tensor(describe(completion, groups.dp.rank()), dtype=torch.float64)
+        table[number] = torch.tensor(describe(completion, groups.dp.rank()), dtype=torch.float64)
     for number, graded in grades.items():
-        table[number, -GRADES:] = torch.tensor([graded.reward, graded.score], dtype=torch.float64)
-    table[list(failures), -GRADES:] = math.nan
+        table[number, GRADES] = torch.tensor([graded.reward, graded.score], dtype=torch.float64)
+    for number in failures:
+        table[number, GRADES] = math.nan
     # Long enough for a rank to sample and then to wait for grades, whose time-out error names the prompt.
     groups.control.meet(
         "responses and their grades", seconds=2 * groups.control.patience.wait + _SLACK_SECONDS

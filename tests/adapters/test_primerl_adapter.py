@@ -1,4 +1,5 @@
-"""FSPO in prime-rl: through its published loss module, from the configuration to the loss of packed rows.
+"""FSPO in prime-rl: through its published loss module, from the configuration to the loss of packed rows; and
+its token exports, as its published exporter writes them, in `explain`.
 
 ``PRIME_RL_SOURCE`` names a clone of https://github.com/PrimeIntellect-ai/prime-rl (seen at 559b447); beartype
 and jaxtyping must be installed. Only what that module imports from the rest of prime-rl is replaced: the
@@ -21,6 +22,7 @@ import pytest
 import torch
 
 from megatron_fspo.adapters.sequence_loss import FSPO, log_ratio_sums
+from megatron_fspo.lab.explain.dump import read_dump
 from megatron_fspo.losses import FSPOLoss
 
 SOURCE = os.environ.get("PRIME_RL_SOURCE")
@@ -47,6 +49,7 @@ def published() -> Iterator[ModuleType]:
         "prime_rl.configs.trainer": {
             "CustomLossConfig": CustomLossConfig,
             **{name: type(name, (), {}) for name in ("DefaultLossConfig", "IPOLossConfig", "LossConfig")},
+            "TrainerConfig": object,
         },
         "prime_rl.utils.utils": {"import_object": import_object},
     }
@@ -59,15 +62,16 @@ def published() -> Iterator[ModuleType]:
             module = ModuleType(name)
             module.__dict__.update(attributes)
             patch.setitem(sys.modules, name, module)
-        spec = importlib.util.spec_from_file_location(
-            "prime_rl.trainer.rl.loss", Path(str(SOURCE)) / "src/prime_rl/trainer/rl/loss.py"
-        )
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        patch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
+        for name in ("loss", "token_export"):
+            spec = importlib.util.spec_from_file_location(
+                f"prime_rl.trainer.rl.{name}", Path(str(SOURCE)) / f"src/prime_rl/trainer/rl/{name}.py"
+            )
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            patch.setitem(sys.modules, spec.name, module)
+            spec.loader.exec_module(module)
         patch.delitem(sys.modules, "megatron_fspo.adapters.prime_rl", raising=False)
-        yield module
+        yield sys.modules["prime_rl.trainer.rl.loss"]
 
 
 def responses(seed: int) -> list[tuple[torch.Tensor, ...]]:
@@ -124,3 +128,37 @@ def test_weights_of_tokens_are_refused(published: ModuleType) -> None:
     loss = import_object("megatron_fspo.adapters.prime_rl.fspo_loss")
     with pytest.raises(ValueError, match="weights of single tokens"):
         loss(inputs, **LIMITS)
+
+
+UNREAD = {
+    *("schema_version", "rank", "micro_step", "micro_sequence_idx", "export_sequence_idx", "env_name"),
+    *("token_ids", "position_ids", "entropy", "mismatch_kl", "log_importance_ratio", "importance_ratio"),
+    *("prob_delta", "is_masked", "is_masked_high", "is_masked_low", "ce_weights", "ref_kl_weights"),
+}
+"""What an export has beyond what `explain` reads: another name is a newer prime-rl's."""
+
+
+@pytest.mark.parametrize("weights", [None, [0.0] * 3 + [1.0, 0.0, 1.0]])
+def test_explain_reads_its_exports(
+    published: ModuleType, weights: list[float] | None, tmp_path: Path
+) -> None:
+    """What is not finite, in the prompt, is null there; ``rl_weights`` are null if all are 1."""
+    old = torch.tensor([-1.0, -1.5, -2.0, -1.5, -5.0, -2.0])
+    new = old + torch.tensor([0.0, 9.0, 9.0, 0.25, 4.0, -0.5])
+    new[0] = torch.nan
+    batch = {
+        "input_ids": torch.arange(6),
+        "position_ids": torch.arange(6),
+        "loss_mask": torch.tensor([False] * 3 + [True] * 3),
+        "advantages": torch.full((6,), -1.0),
+        "inference_logprobs": old,
+        "rl_weights": None if weights is None else torch.tensor(weights),
+        "env_names": ["sums"] * 6,
+    }
+    export = sys.modules["prime_rl.trainer.rl.token_export"]
+    exporter = export.TokenExporter(tmp_path, rank=0)
+    exporter.export(3, 0, batch, {"logprobs": new, "entropy": -new}, [6], export.DefaultLossConfig)
+    dump = read_dump(tmp_path / "token_exports/step_3/rank_0.jsonl", {}, 3)
+    lengths, sums = (3, 3.75) if weights is None else (2, -0.25)
+    assert (dump.lengths.tolist(), dump.log_ratio_sum.tolist()) == ([lengths], [pytest.approx(sums)])
+    assert set(dump.unread) == UNREAD

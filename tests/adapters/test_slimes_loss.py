@@ -7,7 +7,9 @@ the model is a table of logits by the token before.
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,9 @@ import pytest
 import torch
 
 from launch import torchrun
+from megatron_fspo.errors import InputError
+from megatron_fspo.lab.explain.dump import read_dump
+from megatron_fspo.lab.explain.rows import NAMES, OTHER_MASKS
 from megatron_fspo.losses import FSPOLoss
 
 SOURCE = os.environ.get("SLIME_SOURCE")
@@ -140,3 +145,41 @@ def test_what_does_not_go_with_it_is_refused(
     fspo, worker = adapter
     with pytest.raises(ValueError, match=told):
         fspo.fspo_loss(worker.flags(**changed), {}, torch.zeros(1, 1, WORDS), None)
+
+
+def test_a_row_of_its_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """slime saves old and sampled log-probs; with the new ones beside them `explain` reads a sample. Every
+    name in the dump is read or said to be not read, and every mask in slime's sources is known."""
+    text = "".join(
+        path.read_text(encoding="utf-8")
+        for folder in ("ray", "observability", "backends/megatron_utils")
+        for path in (Path(str(SOURCE)) / "slime" / folder).glob("*.py")
+    )
+    masks = set(re.findall(r'"(\w*masks?)"', text)) - {"full_loss_masks"}  # the packed batch's
+    assert "loss_masks" in masks and masks <= {*NAMES["mask"], *OTHER_MASKS}, masks
+    monkeypatch.syspath_prepend(str(SOURCE))
+    data = importlib.import_module("slime.observability.train_data_utils")
+    sample = {
+        "tokens": [[1, 2, 3, 4]],
+        "response_lengths": [3],
+        "loss_masks": [[1, 0, 1]],
+        "rewards": [1.0],
+        "log_probs": [torch.tensor([-1.0, -9.0, -2.0])],
+        "rollout_log_probs": [torch.tensor([-1.5, -1.0, -2.0])],
+        "advantages": [torch.full((3,), 1.0)],
+        "sample_indices": [0],
+        "planted": [1],
+    }
+    shard = {"rank": 0, "data_parallel_rank": 0, "rollout_data": sample}
+    (row,) = data._build_dump_payload([shard], rollout_id=3, writer_rank=0)["samples"]
+    row = {name: value.tolist() if torch.is_tensor(value) else value for name, value in row.items()}
+    file = tmp_path / "dump.jsonl"
+    file.write_text(json.dumps(row))
+    with pytest.raises(InputError, match="old_log_prob"):  # one policy only
+        read_dump(file, {})
+    row |= {"old_log_probs": row["log_probs"], "log_probs": [-0.5, 9.0, -2.0]}
+    file.write_text(json.dumps(row))
+    dump = read_dump(file, {})
+    assert (dump.lengths.tolist(), dump.log_ratio_sum.tolist()) == ([2], [0.5])
+    unread = {"tokens", "response_lengths", "rewards", "data_parallel_rank", "sample_index", "planted"}
+    assert set(dump.unread) == unread

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, get_args
 
@@ -71,6 +72,21 @@ def test_a_preset(tokenizer: PreTrainedTokenizerFast, preset: str, text: str, an
     assert prompts[0].text == text
     assert [prompt.answer for prompt in prompts] == answers
     assert {prompt.dataset for prompt in prompts} == {preset}
+
+
+@pytest.mark.skipif(not os.environ.get("PRESET_FILES"), reason="PRESET_FILES names no folder of public files")
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_public_file(tokenizer: PreTrainedTokenizerFast, preset: str) -> None:
+    """``<preset>.jsonl`` or ``.parquet`` in the folder: every row is a prompt, and its columns are those of
+    our sample; a new one fails."""
+    (path,) = [*Path(os.environ["PRESET_FILES"]).glob(f"{preset}.*")] or [None]
+    if path is None:
+        pytest.skip(f"no file for {preset}")
+    prompts = load(tokenizer, train=path, preset=preset, conflicts="drop", too_long="drop")
+    columns = {name for prompt in prompts for name in prompt.fields}
+    samples = load(tokenizer, train=SAMPLES / f"{preset}.jsonl", preset=preset)
+    known = {name for prompt in samples for name in prompt.fields}
+    assert len(prompts) > 20 and columns <= known, columns - known
 
 
 def test_dapo(tokenizer: PreTrainedTokenizerFast, dapo: Path) -> None:

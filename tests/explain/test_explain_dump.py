@@ -50,6 +50,12 @@ def test_names_and_padding_of_trl_and_verl(tmp_path: Path) -> None:
         assert dump.lengths.tolist() == [2]
         assert dump.log_ratio_sum.tolist() == ours.log_ratio_sum.tolist() == [0.5]
         assert dump.advantages.tolist() == [-1.0]
+    nulls = [-1.0, -2.0, None, None]  # prime-rl's for what is not finite
+    rows = [prime | {"advantages": -1.0, "trainer_logprobs": nulls, "rl_weights": [None] * 4, "planted": 1}]
+    rows += [rows[0]] * 30 + [rows[0] | {"trainer_logprobs": [None] * 4}]
+    dump = read_dump(write(tmp_path / "nulls.jsonl", rows), {})
+    assert dump.log_ratio_sum.tolist() == [0.5] * 31
+    assert (dump.nonfinite, dump.unread) == (1, ("planted",))
 
 
 def test_masks_of_all_trainers(tmp_path: Path) -> None:

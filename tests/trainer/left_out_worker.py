@@ -81,7 +81,7 @@ def rollout_and_completions(policy: Policy) -> tuple[Rollout, list[Completion]]:
             finish_reason="length",
             weight_version=0,
         )
-        table.append((*describe(completion, owner), 0.0, 0.0))
+        table.append(describe(completion, owner))
         completions.append(completion)
         if groups.first_of_copy and owner == groups.dp.rank():
             held[number] = completion

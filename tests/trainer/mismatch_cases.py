@@ -49,7 +49,7 @@ def responses(scale: float = 0.1, shift: float = 0.0) -> tuple[list[Sample], lis
 
 def as_rollout(samples: Sequence[Sample], per_prompt: int = 1) -> Rollout:
     """All on data-parallel rank 0; ``per_prompt`` samples to each prompt, one after the other."""
-    table = [(*describe(s.completion, 0), s.reward, s.reward) for s in samples]
+    table = [describe(s.completion, 0, s.reward, s.reward) for s in samples]
     rollout = rollout_of(
         [s.prompt for s in samples[::per_prompt]],
         per_prompt,

@@ -50,7 +50,7 @@ def make(spread: list[bool], serial: Any, *, rank: int = 0) -> Rollout:
             if owner == rank:
                 held[len(table)] = completion
             advantages.append((0.5 - i) * flag * (1 + token))
-            table.append((*describe(completion, owner), float(token), float(token)))
+            table.append(describe(completion, owner, float(token), float(token)))
     rollout = rollout_of(prompts, SAMPLES, torch.tensor(table, dtype=torch.float64), held)
     return with_advantages(rollout, torch.tensor(advantages, dtype=torch.float64))
 

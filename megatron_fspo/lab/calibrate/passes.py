@@ -280,6 +280,6 @@ def as_rollout(rows: list[Row], groups: ParallelGroups) -> Rollout:
         Completion(token_ids=ids, log_probs=[0.0] * len(ids), finish_reason="stop", weight_version=0)
         for _, ids in rows
     ]
-    table = torch.tensor([(*describe(one, i % size), 0.0, 0.0) for i, one in enumerate(completions)])
+    table = torch.tensor([describe(one, i % size) for i, one in enumerate(completions)])
     held = {i: one for i, one in enumerate(completions) if i % size == rank} if groups.first_of_copy else {}
     return rollout_of(prompts, 1, table.double(), held)

@@ -70,6 +70,8 @@ class Dump:
     """Responses with L = 0, which are left out."""
     nonfinite: int
     """Responses with an S or A that is not finite, which are left out."""
+    unread: tuple[str, ...]
+    """Names of the fields in the file that have no meaning here."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -114,7 +116,8 @@ def read_dump(path: Path, given: Mapping[str, str], step: int | None = None) -> 
     files = [path]
     if path.is_dir():
         files = sorted(path.glob("*.parquet")) or [path / _SEQUENCES]
-    every = (one for file in files for one in _responses(file, given, step))
+    unread: set[str] = set()
+    every = (one for file in files for one in _responses(file, given, step, unread))
     responses = [*islice(every, _MOST)]
     if next(every, None) is not None:
         raise InputError(f"{path}: holds more than {_MOST:,} responses: give a part of them, or a --step")
@@ -135,10 +138,11 @@ def read_dump(path: Path, given: Mapping[str, str], step: int | None = None) -> 
             f"{path}: log_ratio_sum is 0 in all {len(kept)} responses: on policy nothing is clipped; dump "
             "optimizer steps after the first of a rollout"
         )
-    return _as_tensors(path, kept, empty=len(responses) - len(full), nonfinite=nonfinite)
+    left_out = {"empty": len(responses) - len(full), "nonfinite": nonfinite, "unread": (*sorted(unread),)}
+    return _as_tensors(path, kept, left_out)
 
 
-def _as_tensors(path: Path, kept: list[_Response], *, empty: int, nonfinite: int) -> Dump:
+def _as_tensors(path: Path, kept: list[_Response], left_out: dict[str, Any]) -> Dump:
     def numbers_of(field: str) -> Tensor:
         return torch.tensor([getattr(one, field) for one in kept], dtype=torch.float64)
 
@@ -170,12 +174,13 @@ def _as_tensors(path: Path, kept: list[_Response], *, empty: int, nonfinite: int
         flipped_log_ratio_sum=numbers_of("flipped_log_ratio_sum"),
         clusters=torch.tensor(clusters),
         clustered_by=clustered_by,
-        empty=empty,
-        nonfinite=nonfinite,
+        **left_out,
     )
 
 
-def _responses(path: Path, given: Mapping[str, str], step: int | None) -> Iterator[_Response]:
+def _responses(
+    path: Path, given: Mapping[str, str], step: int | None, unread: set[str]
+) -> Iterator[_Response]:
     names: dict[str, str] = {}
     keys: list[str] = []
     same: frozenset[str] | None = None
@@ -188,6 +193,7 @@ def _responses(path: Path, given: Mapping[str, str], step: int | None) -> Iterat
                 if same is not None and here != same:
                     raise InputError(f"{min(here ^ same)} is in some rows and not in others: all need it")
                 same = frozenset(here)
+                unread |= {*keys} - {*names.values(), "remove_sample"}
             fields = {field: row[name] for field, name in names.items()}
             if step is not None and _whole(fields.get("step")) != step:
                 continue
@@ -221,7 +227,9 @@ def _response(number: int, fields: Mapping[str, Any]) -> _Response:
     length = fields.get("length", 0)
     if type(length) is not int or not 0 <= length < 2**31:
         raise InputError(f"length = {_short(length)}: must be a number of tokens, from 0 to {2**31 - 1}")
-    masks = [_mask(value) for field, value in fields.items() if field.partition("_")[0] == "mask"]
+    values = [_array("mask", value) for field, value in fields.items() if field.partition("_")[0] == "mask"]
+    # Nulls only: prime-rl's weights that are all 1.
+    masks = [_mask(one) for one in values if not len(one) or not np.isnan(one).all()]
     if len(lengths := {len(one) for one in masks}) > 1:
         raise InputError(f"the masks have {' and '.join(map(str, sorted(lengths)))} tokens")
     mask = np.logical_and.reduce(masks) if masks else None
@@ -299,8 +307,7 @@ def _whole(value: Any) -> Any:
     return value
 
 
-def _mask(value: Any) -> Values:
-    values = _array("mask", value)
+def _mask(values: Values) -> Values:
     if not np.isin(values, (0.0, 1.0)).all():
         raise InputError("mask must be 1 for response tokens and 0 elsewhere")
     return values.astype(np.bool_)
@@ -333,6 +340,8 @@ def _array(field: str, value: Any) -> Values:
     """[L] float64."""
     try:
         values = np.asarray(value if isinstance(value, list) else None)
+        if values.dtype == object and None in value:  # null: prime-rl's for what is not finite
+            values = np.asarray([math.nan if one is None else one for one in value])
     except (ValueError, OverflowError):  # lists of different lengths
         values = np.asarray(None)
     kinds = "fiub" if field == "mask" else "fiu"

@@ -31,7 +31,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "sampled_log_probs": ("sampled_log_probs", "sampling_per_token_logps", "rollout_log_probs"),
     "mask": (
         *("mask", "completion_mask", "response_mask", "loss_mask", "loss_masks"),
-        *("action_mask", "token_mask", "tool_mask", "env_mask"),
+        *("action_mask", "token_mask", "tool_mask", "env_mask", "rl_weights"),
     ),
     "advantage": ("advantage", "A", "advantages"),
     "update": ("update",),

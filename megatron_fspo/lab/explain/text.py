@@ -43,6 +43,7 @@ def as_json(explanation: Explanation) -> dict[str, Any]:
         "tokens": int(dump.lengths.sum()),
         "empty": dump.empty,
         "nonfinite": dump.nonfinite,
+        "unread": dump.unread,
         "sigma": explanation.sigma,
         "exponent": explanation.exponent,
         "independent": dump.clustered_by,
@@ -188,7 +189,8 @@ def _dump(explanation: Explanation) -> str:
     if dump.log_ratio is None:
         text += ". Without token log-probs losses that decide by tokens or prefixes are left out"
     left_out = [f"{n:,} {what}" for n, what in ((dump.empty, "empty"), (dump.nonfinite, "not finite")) if n]
-    return text + (f". Left out: {', '.join(left_out)}." if left_out else ".")
+    text += f". Left out: {', '.join(left_out)}" if left_out else ""
+    return text + (f". Fields without a meaning here: {', '.join(dump.unread)}." if dump.unread else ".")
 
 
 def _parts(parts: Parts) -> str:

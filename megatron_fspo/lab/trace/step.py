@@ -242,7 +242,7 @@ def _rollout(config: Config, layout: PackLayout, groups: ParallelGroups) -> tupl
             token_ids=[2] * r, log_probs=[0.0] * r, finish_reason="length", weight_version=0
         )
         rank = owner[number % len(lengths)]
-        rows.append((*describe(completion, rank), 1.0, 1.0))
+        rows.append(describe(completion, rank, 1.0, 1.0))
         if groups.first_of_copy and rank == layout.data_rank:
             held[number] = completion
     table = torch.tensor(rows, dtype=torch.float64)

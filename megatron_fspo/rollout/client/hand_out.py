@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import fields
+from typing import Any
 
 import msgspec
 import torch
@@ -14,25 +15,9 @@ from torch import Tensor
 from megatron_fspo.parallel.groups import exchange
 from megatron_fspo.types import Completion, VersionSpan
 
-
-class _Sent(msgspec.Struct, array_like=True):
-    """Message format of a :class:`~megatron_fspo.types.Completion`: spans and ranges are tuples."""
-
-    token_ids: Any
-    log_probs: Any
-    written: list[tuple[int, int]]
-    row_starts: tuple[int, ...]
-    finish_reason: Literal["stop", "length"]
-    weight_version: int
-    version_spans: list[tuple[int, int, int]]
-    reward: float | None
-    failures: int
-    environment_seconds: float
-    routes: tuple[tuple[int, int, int], bytearray] | None
-    route_problem: str
-
-
-_ROWS = msgspec.msgpack.Decoder(list[_Sent])
+_FIELDS = tuple(field.name for field in fields(Completion))
+_RANGE, _TENSOR = 1, 2
+"""Codes of msgpack extensions; those of arrays are their type codes."""
 
 
 def hand_out(shares: Sequence[Sequence[Completion]], *, group: dist.ProcessGroup) -> list[Completion]:
@@ -50,43 +35,40 @@ def hand_out(shares: Sequence[Sequence[Completion]], *, group: dist.ProcessGroup
 
 
 def _encode(completions: Sequence[Completion]) -> Tensor:
-    rows = [
-        _Sent(
-            c.token_ids,
-            c.log_probs,
-            [(one.start, one.stop) for one in c.written],
-            c.row_starts,
-            c.finish_reason,
-            c.weight_version,
-            [(span.version, span.start, span.end) for span in c.version_spans],
-            c.reward,
-            c.failures,
-            c.environment_seconds,
-            c.routes if c.routes is None else (c.routes.shape, c.routes.numpy().reshape(-1).data),
-            c.route_problem,
-        )
-        for c in completions
-    ]
     buffer = bytearray()
-    msgspec.msgpack.Encoder(enc_hook=array.tobytes).encode_into(rows, buffer)
+    rows = [[getattr(one, name) for name in _FIELDS] for one in completions]
+    msgspec.msgpack.Encoder(enc_hook=_extension).encode_into(rows, buffer)
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
+def _extension(value: Any) -> msgspec.msgpack.Ext:
+    if isinstance(value, array):
+        return msgspec.msgpack.Ext(ord(value.typecode), value.tobytes())
+    if isinstance(value, range):
+        return msgspec.msgpack.Ext(_RANGE, array("q", [value.start, value.stop]).tobytes())
+    return msgspec.msgpack.Ext(_TENSOR, array("q", value.shape).tobytes() + value.numpy().tobytes())
+
+
 def _decode(encoded: Tensor) -> list[Completion]:
-    return [
-        Completion(
-            token_ids=array("i", row.token_ids),
-            log_probs=array("f", row.log_probs),
-            written=tuple(range(*pair) for pair in row.written),
-            row_starts=row.row_starts,
-            finish_reason=row.finish_reason,
-            weight_version=row.weight_version,
-            version_spans=tuple(VersionSpan(version=v, start=i, end=k) for v, i, k in row.version_spans),
-            reward=row.reward,
-            failures=row.failures,
-            environment_seconds=row.environment_seconds,
-            routes=row.routes and torch.frombuffer(row.routes[1], dtype=torch.uint8).view(row.routes[0]),
-            route_problem=row.route_problem,
-        )
-        for row in (_ROWS.decode(encoded.numpy().data) if len(encoded) else [])
-    ]
+    rows = _DECODER.decode(encoded.numpy().data) if len(encoded) else []
+    completions = []
+    for row in rows:
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in zip(_FIELDS, row, strict=True)
+        }
+        values["version_spans"] = tuple(VersionSpan(**span) for span in values["version_spans"])
+        completions.append(Completion(**values))
+    return completions
+
+
+def _value(code: int, data: memoryview) -> Any:
+    if code == _RANGE:
+        return range(*array("q", bytes(data)))
+    if code == _TENSOR:  # of routes: uint8 in three dimensions
+        shape = tuple(array("q", bytes(data[:24])))
+        return torch.frombuffer(bytearray(data[24:]), dtype=torch.uint8).view(shape)
+    return array(chr(code), bytes(data))
+
+
+_DECODER = msgspec.msgpack.Decoder(ext_hook=_value)
