@@ -20,7 +20,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -106,15 +106,16 @@ def record(config: Config) -> Recorded:
     """Sample, score, update, and score again; one process of the trainer."""
     from megatron_fspo.mcore.hf_weights import export_hf, load_hf
     from megatron_fspo.mcore.policy import Model
-    from megatron_fspo.trainer.begin import roll_out, with_packs
+    from megatron_fspo.trainer.batch import pack_and_score
     from megatron_fspo.trainer.build import build
-    from megatron_fspo.trainer.optimize import optimize
+    from megatron_fspo.trainer.optimize import OptimizerStep, update
     from megatron_fspo.trainer.prepare import prepare
     from megatron_fspo.trainer.rollout import make_mini_batches, with_advantages
+    from megatron_fspo.trainer.sampling import add_advantages, collect_and_grade
 
     inputs = prepare(config, world_size=1)
     run = build(inputs)
-    rollout = roll_out(run)[0]
+    rollout = add_advantages(inputs, run.groups, collect_and_grade(inputs, run.groups, run.queue.take(0)))
     whole = config.model_copy(update={"batch": config.batch.model_copy(update={"mini_batches": 1})})
     # Any advantage but 0: packs leave out what teaches nothing.
     everything = with_advantages(rollout, torch.ones(len(rollout)))
@@ -138,13 +139,13 @@ def record(config: Config) -> Recorded:
     load_hf(coarse, weights)
     found = {"noise": scored(coarse) - before}
     del coarse
-    step = with_packs(run, rollout, {})
-    for turn in range(3):
-        part = replace(step, packs=step.packs_of(turn), sizes=[step.sizes[turn]], updates=[])
-        optimize(run, part)
-        print(f"update {turn + 1}: gradient norm {part.updates[0].grad_norm:.3g}", flush=True)
-        if turn != 1:
-            found["one" if turn == 0 else "three"] = scored(run.policy) - before
+    batch, _ = pack_and_score(run, rollout)
+    steps: list[OptimizerStep] = []
+    for mini_batch in batch.mini_batches[:3]:
+        steps.append(update(run, batch, mini_batch, steps))
+        print(f"update {len(steps)}: gradient norm {steps[-1].update.grad_norm:.3g}", flush=True)
+        if len(steps) != 2:
+            found["one" if len(steps) == 1 else "three"] = scored(run.policy) - before
     run.engine.close()
     run.log.close()
     prompts = torch.arange(len(rollout.prompts)).repeat_interleave(rollout.samples)

@@ -21,7 +21,7 @@ from launch import REPO
 
 PACKAGE = f"{REPO}/megatron_fspo/"
 STEP = ("trainer/loop.py", "train_step")
-UPDATE = ("trainer/optimize.py", "_update")
+UPDATE = ("trainer/optimize.py", "update")
 """The functions that a step and an optimizer step are, by file and name."""
 
 WORDS = (

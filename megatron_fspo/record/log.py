@@ -68,6 +68,8 @@ class RunLog:
         self._reminded: dict[str, int] = {}
         self._warned: set[str] = set()
         self._began = resume_step or 0
+        self.timings: dict[str, float] = {}
+        """Seconds of each phase since this was last cleared."""
         self.activity = Activity()
         """The activity of this rank; each has its own."""
         if not writer:
@@ -206,9 +208,7 @@ class RunLog:
             raise
 
     @contextmanager
-    def phase(
-        self, name: str, total: int, unit: str, timings: dict[str, float]
-    ) -> Iterator[Callable[[int], None]]:
+    def phase(self, name: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
         """A progress bar on a terminal, and the seconds of the phase as ``timing_s/<name>``."""
 
         def progress(count: int) -> None:
@@ -227,7 +227,7 @@ class RunLog:
             finally:
                 self.activity.phase, self.activity.progress = before, time.time()
         seconds = time.perf_counter() - began
-        timings[f"timing_s/{name}"] = timings.get(f"timing_s/{name}", 0.0) + seconds
+        self.timings[f"timing_s/{name}"] = self.timings.get(f"timing_s/{name}", 0.0) + seconds
 
     def close(self, table: Callable[[Sequence[Mapping[str, float]]], str] | None = None) -> None:
         """Print what ``table`` makes of the times of this job's steps, and end the trackers."""

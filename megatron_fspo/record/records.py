@@ -69,8 +69,10 @@ _COLUMNS = (
 class Recorder:
     """Observes a policy loss. What it sees stays on the device until the schedule is over."""
 
-    def __init__(self, update: int, tokens_of_every: int = 0) -> None:
-        self._update, self._tokens_of_every = update, tokens_of_every
+    def __init__(self, update: int, every: int = 0) -> None:
+        self._update = update
+        self.every = every
+        """Token log-probs are kept of every so many samples; 0: of none."""
         self._seen: list[tuple[MicroBatch, Tensor]] = []
         self._log_ratios: list[tuple[MicroBatch, Tensor]] = []
 
@@ -78,13 +80,12 @@ class Recorder:
         clips = (terms.clipped_low, terms.clipped_high, terms.dual_clipped)
         columns = (terms.log_ratio_sum, *clips, terms.out_of_band, terms.nonfinite, terms.ratio)
         self._seen.append((batch.on_host, torch.stack([column.double() for column in columns])))
-        if batch.router is not None or self._tokens_of_every:
+        if batch.router is not None or self.every:
             self._log_ratios.append((batch, log_ratio))
 
     def pieces(self) -> list[Piece]:
         """Token log-probs of every so many samples, as far as this rank holds them."""
-        every = self._tokens_of_every
-        of_batches = (pieces_of(self._update, *seen, every) for seen in self._log_ratios if every)
+        of_batches = (pieces_of(self._update, *seen, self.every) for seen in self._log_ratios if self.every)
         return [piece for pieces in of_batches for piece in pieces]
 
     def records(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -13,31 +13,30 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fspo.config import Config
 from megatron_fspo.config.loading import config_changes, save_config
 from megatron_fspo.data.cursor import PromptCursor, digest_of, mixture
 from megatron_fspo.errors import InputError
-from megatron_fspo.job.folder import checkpoint_folder, put_aside, remove_old_checkpoints
-from megatron_fspo.losses import LossState
-from megatron_fspo.mcore.checkpoint import Saving, begin_save, load_checkpoint
+from megatron_fspo.job.folder import put_aside
+from megatron_fspo.mcore.checkpoint import load_checkpoint
 from megatron_fspo.mcore.decode import Decoder
 from megatron_fspo.mcore.fp8 import probe_fp8, without_fp8
 from megatron_fspo.mcore.hf_weights import (
     base_tensors,
+    export_adapters,
+    export_hf,
     fill_adapters,
     hf_tensors,
     load_hf,
     scaled_adapter_tensors,
 )
+from megatron_fspo.mcore.lora import share_lost_by_merging
 from megatron_fspo.mcore.offload import Offload
 from megatron_fspo.mcore.policy import Model, Policy
 from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.score import score_sequences
 from megatron_fspo.mcore.startup import start
-from megatron_fspo.packing.pack import PackLayout
-from megatron_fspo.parallel.groups import ParallelGroups, any_rank, share
+from megatron_fspo.parallel.groups import ParallelGroups, share
 from megatron_fspo.record.log import RunLog
-from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.client import proof
 from megatron_fspo.rollout.client.connect import Needs, connect, settle
 from megatron_fspo.rollout.client.engine import Leader, Trainer, VLLMEngine
@@ -46,90 +45,10 @@ from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs, needs_of
 from megatron_fspo.trainer.rollout import layout_of
 from megatron_fspo.trainer.sampling import RolloutQueue, make_grader
+from megatron_fspo.trainer.saving import remove_old
+from megatron_fspo.trainer.training import State, Training
 from megatron_fspo.weights import read_adapters
 from megatron_fspo.weights.folder import digest
-
-Draw = Callable[[Path], Mapping[str, str]]
-"""Function from the run folder to a mapping of names to the text of ``<svg>`` elements."""
-
-
-@dataclass(kw_only=True)
-class Training:
-    """A job in progress."""
-
-    inputs: Inputs
-    groups: ParallelGroups
-    policy: Policy
-    reference: Model | None
-    """Reference policy of a KL penalty: always ``model.checkpoint``. None with LoRA (the reference is the
-    policy without adapters) or without a penalty."""
-    engine: RolloutEngine
-    grader: Grader | None
-    """None on ranks that do not grade."""
-    scoring: Scoring
-    layout: PackLayout
-    loss: LossState
-    norms: deque[float]
-    """Norms of the last gradients that were not spikes."""
-    skips_in_a_row: int
-    """Optimizer steps skipped as spikes since the last one taken."""
-    queue: RolloutQueue
-    log: RunLog
-    step: int
-    """Number of steps done, which is also the weight version."""
-    resumed: bool
-    """True if the job continues from a checkpoint."""
-    saved: int
-    """Number of steps in the newest checkpoint; 0 without one."""
-    base: str | None = None
-    """Hash of the base weights of the adapters; None without LoRA."""
-    fp8_modules: int = 0
-    """Number of the policy's matrices that multiply in FP8."""
-    timings: dict[str, float] = field(default_factory=dict)
-    """Seconds of each phase of the current step."""
-    draw: Draw | None = None
-    """Draws pictures of the run for the trackers."""
-    slow_for: dict[int, int] = field(default_factory=dict)
-    """Rank → number of consecutive steps in which it was slow; the same on all ranks."""
-    saving: Saving | None = None
-    """The checkpoint that is being written."""
-
-    def save(self, *, wait: bool, cursor: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint of the steps done; :meth:`end_save` gives it its name. Collective.
-
-        Args:
-            wait: wait until its files are written, even with ``checkpoint.asynchronous``.
-            cursor: state of the prompt cursor to save; default: the current state.
-        """
-        self.end_save(wait=True)
-        self.engine.rest()
-        folder = checkpoint_folder(self.inputs.config, self.step)
-        if not any_rank(folder.exists(), device=self.inputs.backend.device):
-            state = {
-                "step": self.step,
-                "cursor": self.queue.prompts.state_dict() if cursor is None else cursor,
-                "loss": self.loss.state_dict(),
-                "base": self.base,
-                "spikes": {"norms": list(self.norms), "in_a_row": self.skips_in_a_row},
-            }
-            asynchronous = self.inputs.config.checkpoint.asynchronous and not wait
-            self.saving = begin_save(self.policy, folder, state, snapshot=asynchronous)
-            if not asynchronous:
-                self.saving.written(wait=True)
-        self.saved = self.step
-
-    def end_save(self, *, wait: bool, prune: bool = True) -> None:
-        """Give the checkpoint that is being written, if any, its name if all ranks have written their files.
-        Call this after the metrics of its step are in the log. Collective.
-
-        Args:
-            wait: wait until all ranks have written their files.
-            prune: then remove old checkpoints. Set to False if the run fails: they may predate the problem.
-        """
-        if self.saving is not None and self.saving.finish(wait=wait):
-            self.saving = None
-            if prune and dist.get_rank() == 0:
-                _prune(self.inputs.config, self.log, self.step)
 
 
 def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = False) -> Training:
@@ -188,17 +107,31 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
             head=inputs.backend.head,
         ),
         layout=layout_of(config, inputs.arch, groups, inputs.backend),
-        loss=loss,
-        norms=deque(spikes["norms"], maxlen=config.optimizer.skip_window),
-        skips_in_a_row=spikes["in_a_row"],
         queue=RolloutQueue(inputs, engine, groups, grader, prompts, step),
         log=log,
-        step=step,
+        state=State(
+            step=step,
+            loss=loss,
+            norms=deque(spikes["norms"], maxlen=config.optimizer.skip_window),
+            skips_in_a_row=spikes["in_a_row"],
+            saved=step,
+        ),
         resumed=bool(checkpoints),
-        saved=step,
         base=base,
         fp8_modules=fp8_modules,
     )
+
+
+def export(run: Training) -> None:
+    """Write the policy to ``hf/`` in the run folder, and the adapters to ``adapter/``. Collective."""
+    config, arch = run.inputs.config, run.policy.arch
+    run.engine.rest()
+    export_hf(run.policy, config.run_folder / "hf", source=config.model.checkpoint)
+    if arch.adapters:
+        export_adapters(run.policy, config.run_folder / "adapter", base=config.model.checkpoint)
+        lost = share_lost_by_merging(run.policy.chunks, arch)
+        kept = f"{config.run_folder}/adapter has the adapters in PEFT's format"
+        run.log.say(f"{kept}. They are also merged into hf/, where rounding lost {lost:.1%} of their change")
 
 
 def _base(inputs: Inputs) -> str | None:
@@ -280,19 +213,12 @@ def _open_folder(
         warmup_updates=config.optimizer.warmup_steps,
     ):
         log.warn_once(note, note)
-    _prune(config, log, step or 0)  # a killed run may have left old checkpoints
+    remove_old(config, log, step or 0)  # a killed run may have left old checkpoints
     for change, effect in changes.items():
         log.say(f"config changed since the run began: {change}{effect}")
     for note in inputs.notes:
         log.say(note)
     return log
-
-
-def _prune(config: Config, log: RunLog, step: int) -> None:
-    """Remove old checkpoints, but keep the newest from before the current streak of steps without spread."""
-    stays = remove_old_checkpoints(config, good_step=step - log.steps_without_spread())
-    for path, problem in stays.items():
-        log.warn_once(f"{path.name} stays", f"{path} cannot be removed ({problem}): remove it manually")
 
 
 def load_model(inputs: Inputs, groups: ParallelGroups) -> Model:

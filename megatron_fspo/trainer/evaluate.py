@@ -145,8 +145,8 @@ def sample_and_grade(
     turns = {key: turn for turn, key in enumerate(islice(order, config.log.responses))}
     done: list[Entry] = []
     while asked:
-        portion, batch = asked.popleft()  # drop the reference, so that its tokens are freed
-        rollout = collect_and_grade(inputs, groups, batch, progress)
+        portion, request = asked.popleft()  # drop the reference, so that its tokens are freed
+        rollout = collect_and_grade(inputs, groups, request, progress)
         graded = _gathered(_entries(inputs, portion, rollout, turns), rollout, groups)
         if file is not None:
             file.append([one.record for one in graded])

@@ -12,15 +12,19 @@ from contextlib import nullcontext
 from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.job.folder import Resume
 from megatron_fspo.job.run_folder import RunFolder, hold_run_folder
-from megatron_fspo.mcore.hf_weights import export_adapters, export_hf
-from megatron_fspo.mcore.lora import share_lost_by_merging
 from megatron_fspo.mcore.startup import join
-from megatron_fspo.trainer.begin import begin_step
-from megatron_fspo.trainer.build import Draw, Training, build
+from megatron_fspo.trainer.batch import pack_and_score
+from megatron_fspo.trainer.build import build, export
+from megatron_fspo.trainer.dynamic import fill
 from megatron_fspo.trainer.evaluate import evaluate, responses_of
 from megatron_fspo.trainer.metrics import profiled, rank_metrics, speed_metrics, table, update_metrics
-from megatron_fspo.trainer.optimize import optimize
+from megatron_fspo.trainer.optimize import OptimizerStep, update
 from megatron_fspo.trainer.prepare import Inputs, machine
+from megatron_fspo.trainer.reward_report import check_spread, reward_metrics
+from megatron_fspo.trainer.rollout import Rollout, sampling_metrics
+from megatron_fspo.trainer.sampling import Request, add_advantages, collect_and_grade
+from megatron_fspo.trainer.saving import end_of_step, end_save, resumable
+from megatron_fspo.trainer.training import Draw, Training
 
 
 def train(inputs: Inputs, *, resume: Resume, draw: Draw | None = None) -> bool:
@@ -37,114 +41,107 @@ def train(inputs: Inputs, *, resume: Resume, draw: Draw | None = None) -> bool:
     control = join(inputs.backend, parallel=inputs.config.parallel)
     with hold_run_folder(inputs.config, control, resume) as folder:
         run = build(inputs, folder.checkpoints, older=resume == "auto")
-        run.draw = draw
         folder.report(run.log.activity)
         with run.grader or nullcontext(), run.log.ending():
-            return _train(run, folder)
+            return _train(run, folder, draw)
 
 
-def _train(run: Training, folder: RunFolder) -> bool:
-    config, control = run.inputs.config, run.groups.control
-    signal.signal(signal.SIGTERM, lambda number, frame: control.request_stop())
-    run.log.job(run.step, machine(run.inputs.backend))
-    if config.evaluation.every and not run.resumed:
-        run.log.step(0, _evaluate(run))
-    while run.step < config.run.steps:
-        with profiled(run):
-            metrics = train_step(run)
-        if metrics is None:
-            return _stopped(run)
-        run.step += 1
-        last = run.step == config.run.steps
-        stopping = control.meet(f"the end of step {run.step}")
-        failed: RewardError | None = None
-        if _due(run.step, config.evaluation.every) or (last and config.evaluation.every):
-            try:
-                metrics |= _evaluate(run)
-            except RewardError as error:
-                failed = error
-            except StopRequested:
-                stopping = True
-                run.log.say(f"no evaluation after step {run.step}: stopped while waiting for grades")
-        end = last or stopping or failed is not None
-        if end or any(_due(run.step, n) for n in (config.checkpoint.every, config.checkpoint.milestones)):
-            with run.log.phase("save_checkpoint", 1, "", run.timings):
-                run.save(wait=end)
-        folder.check()
-        # Log the metrics before the checkpoint gets its name, so that a resumed run has them.
-        run.log.step(run.step, metrics | run.timings)
-        run.end_save(wait=failed is not None, prune=failed is None)
-        if failed is not None:
-            raise failed
-        if stopping and not last:
-            return _stopped(run)
-    run.engine.rest()
-    export_hf(run.policy, config.run_folder / "hf", source=config.model.checkpoint)
-    if run.policy.arch.adapters:
-        export_adapters(run.policy, config.run_folder / "adapter", base=config.model.checkpoint)
-        lost = share_lost_by_merging(run.policy.chunks, run.policy.arch)
-        kept = f"{config.run_folder}/adapter has the adapters in PEFT's format"
-        run.log.say(f"{kept}. They are also merged into hf/, where rounding lost {lost:.1%} of their change")
-    run.engine.close()
-    run.log.close(table)
-    return True
-
-
-def train_step(run: Training) -> dict[str, float] | None:
-    """Run one rollout and all optimizer steps on it. Collective.
-
-    Returns:
-        the step's metrics, or None if a stop was requested and the step was discarded. Then a checkpoint has
-        all steps before it, unless it is the first, and ``--resume`` repeats the step.
-    """
-    run.timings.clear()
-    run.log.activity.step = run.step + 1
-    began = time.perf_counter()
-    cursor = run.queue.prompts.state_dict()
+def _train(run: Training, folder: RunFolder, draw: Draw | None) -> bool:
+    config, state, log = run.inputs.config, run.state, run.log
+    signal.signal(signal.SIGTERM, lambda number, frame: run.groups.control.request_stop())
+    log.job(state.step, machine(run.inputs.backend))
+    every, finished = config.evaluation.every, True
     try:
-        step = begin_step(run)
+        if every and not run.resumed:
+            log.step(0, _evaluate(run, draw))
+        while state.step < config.run.steps:
+            with profiled(run):
+                metrics = train_step(run)
+            state.step += 1
+            with end_of_step(run, folder, metrics):
+                if every and (state.step % every == 0 or state.step == config.run.steps):
+                    metrics |= _evaluate(run, draw)
+        export(run)
     except StopRequested:
-        run.save(wait=True, cursor=cursor)
-        return None
-    except RewardError as error:
-        going_on = "--resume starts over"  # nothing to save before the first step
-        if run.step:
-            run.save(wait=True, cursor=cursor)
-            run.end_save(wait=True, prune=False)
-            going_on = f"--resume continues after step {run.step}"
-        raise RewardError(f"step {run.step + 1}: {error}; {going_on}") from error
-    if not optimize(run, step):
-        return None
-    metrics = step.metrics | update_metrics(run, step) | rank_metrics(run, step)
-
-    with run.log.phase("update_weights", 1, "", run.timings):
-        run.engine.update_weights(run.step + 1)
-    metrics |= run.engine.metrics()
-
-    metrics |= speed_metrics(run, step, time.perf_counter() - began)
-    return metrics | {"training/weight_version": float(run.step + 1)}
-
-
-def _stopped(run: Training) -> bool:
-    """End a run that SIGTERM stopped, after its checkpoint was written."""
-    run.end_save(wait=True)
-    run.log.say(f"stopped by SIGTERM after step {run.step}; continue with --resume")
+        end_save(run, wait=True)
+        log.say(f"stopped by SIGTERM after step {state.step}; continue with --resume")
+        finished = False
     run.engine.close()
-    run.log.close(table)
-    return False
+    log.close(table)
+    return finished
 
 
-def _evaluate(run: Training) -> dict[str, float]:
+def train_step(run: Training) -> dict[str, float]:
+    """Run one rollout and all optimizer steps on it; return the step's metrics. Collective.
+
+    Raises:
+        StopRequested: a stop was requested. A checkpoint has all steps before this one, unless it is the
+            first, and ``--resume`` repeats it.
+        RewardError: as :func:`train`.
+        TrainingError: the policy diverged. The weights are those before the optimizer step.
+    """
+    config, groups, state, log = run.inputs.config, run.groups, run.state, run.log
+    began, number = time.perf_counter(), state.step + 1
+    log.timings.clear()
+    log.activity.step = number
+    metrics: dict[str, float] = {}
+    with resumable(run, metrics):
+        groups.control.meet("the first rank to write its records")
+
+        def respond(request: Request) -> Rollout:
+            total = len(request.prompts) * request.samples // groups.dp.size()
+            with log.phase("gen", total, "response") as progress:
+                graded = collect_and_grade(run.inputs, groups, request, progress, stops=True)
+            return add_advantages(run.inputs, groups, graded)
+
+        responses = sampled = respond(run.queue.take(state.step))
+        rounds: dict[str, float] = {}
+        if config.rollout.dynamic_sampling:
+            responses, sampled, rounds, text = fill(
+                responses,
+                lambda round_, prompts: respond(run.queue.further(state.step, round_, prompts)),
+                max_rounds=config.rollout.max_rounds,
+            )
+            if text:
+                log.say(f"step {number}: {text}")
+        metrics |= sampling_metrics(sampled, environment=run.inputs.environment is not None) | rounds
+        metrics |= reward_metrics(sampled, run.inputs, log, number)
+        check_spread(sampled, run.inputs, groups, log, number)
+        run.queue.ask(state.step)  # the responses of later steps
+        run.raise_if_stopping()
+        run.engine.rest()
+
+        batch, scores = pack_and_score(run, responses)
+        metrics |= scores
+        del responses, sampled  # frees memory: tokens are in the packs
+        run.raise_if_stopping()
+
+        steps: list[OptimizerStep] = []
+        total = len(batch.mini_batches) * config.batch.epochs
+        with log.phase("update_actor", total, "step") as progress:
+            for mini_batch in batch.mini_batches * config.batch.epochs:
+                steps.append(update(run, batch, mini_batch, steps))
+                progress(1)
+                # If all steps before are saved, a resumed run can repeat this one; else it is completed.
+                if state.saved == state.step and len(steps) < total:
+                    run.raise_if_stopping()
+    metrics |= update_metrics(run, batch, steps) | rank_metrics(run, batch)
+
+    with log.phase("update_weights", 1, ""):
+        run.engine.update_weights(number)
+    metrics |= run.engine.metrics() | {"training/weight_version": float(number)}
+
+    log.timings["timing_s/step"] = time.perf_counter() - began
+    return metrics | speed_metrics(run.inputs, run.layout, batch.rollout, log.timings)
+
+
+def _evaluate(run: Training, draw: Draw | None) -> dict[str, float]:
     total = responses_of(run.inputs) // run.groups.dp.size()
-    with run.log.phase("testing", total, "response", run.timings) as progress:
+    with run.log.phase("testing", total, "response") as progress:
         try:
             result = evaluate(run.inputs, run.engine, run.groups, run.grader, progress)
         except RewardError as error:
-            raise RewardError(f"evaluation after step {run.step}: {error}") from error
-    run.log.responses(run.step, result.responses)
-    run.log.pictures(run.step, run.draw)
+            raise RewardError(f"evaluation after step {run.state.step}: {error}") from error
+    run.log.responses(run.state.step, result.responses)
+    run.log.pictures(run.state.step, draw)
     return result.metrics
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

@@ -23,13 +23,16 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_fspo.job.rank_status import named_ranks
 from megatron_fspo.mcore.backend import peak_tflops
 from megatron_fspo.mcore.router import REPORT
+from megatron_fspo.packing.pack import PackLayout
 from megatron_fspo.parallel.groups import Totals, any_rank, gather_lists, means, pool
 from megatron_fspo.record.log import PHASES
 from megatron_fspo.record.records import as_tensors, clip_metrics, sigma_of
-from megatron_fspo.trainer.build import Training
+from megatron_fspo.trainer.batch import TrainingBatch
 from megatron_fspo.trainer.mismatch import outlier_share
-from megatron_fspo.trainer.optimize import Step
-from megatron_fspo.trainer.rollout import left_out
+from megatron_fspo.trainer.optimize import OptimizerStep
+from megatron_fspo.trainer.prepare import Inputs
+from megatron_fspo.trainer.rollout import Rollout, left_out
+from megatron_fspo.trainer.training import Training
 from megatron_fspo.weights.architecture import BACKWARD, forward_flops
 
 OFF_POLICY = ("actor/ppo_kl", "fspo/kl_k3")
@@ -44,64 +47,73 @@ PROFILE_WISH = "profile"
 """File in the run folder that requests a profile of the next step; the first rank removes it."""
 
 
-def update_metrics(run: Training, step: Step) -> dict[str, float]:
-    """Return metrics of a step's optimizer steps, after the last one, and log its sequences."""
-    updates, config = step.updates, run.inputs.config
-    turns = None if run.inputs.environment is None else step.rollout.turns.tolist()
-    run.log.sequences(run.step + 1, step.off_policy, turns)
-    if step.tokens:
-        run.log.tokens(run.step + 1, step.tokens)
-    sampled = config.rollout.old_log_probs == "sampled"
-    # Optimizer steps with S = 0: up to the first that moved the policy.
-    moved = [number for number, update in enumerate(updates, 1) if not update.skipped]
-    on_policy = 0 if sampled else moved[0] if moved else len(updates)
+def update_metrics(run: Training, batch: TrainingBatch, steps: Sequence[OptimizerStep]) -> dict[str, float]:
+    """Return metrics of the optimizer steps on a rollout, after the last one, and log its sequences."""
+    config, log, number = run.inputs.config, run.log, run.state.step + 1
+    updates, loss = [one.update for one in steps], run.state.loss
+    off_policy = [record for one in steps if not one.on_policy for record in one.records]
+    turns = None if run.inputs.environment is None else batch.rollout.turns.tolist()
+    log.sequences(number, off_policy, turns)
+    if tokens := [piece for one in steps for piece in one.tokens]:
+        log.tokens(number, tokens)
     norms = [update.grad_norm for update in updates if math.isfinite(update.grad_norm)] or [math.nan]
+    on_policy = sum(one.on_policy for one in steps)
     metrics = pooled_metrics([update.totals for update in updates], on_policy=on_policy) | {
         "actor/grad_norm": fmean(norms),
         "actor/grad_norm/max": max(norms),
         "actor/lr": updates[-1].learning_rate,
         "actor/skipped_updates": float(sum(update.skipped for update in updates)),
-        "fspo/nonfinite": float(step.nonfinite),
+        "fspo/nonfinite": float(sum(len(one.nonfinite) for one in steps)),
     }
-    if step.reports:
-        report = torch.stack([*step.reports.values()]).sum(0).cpu()
-        run.log.routers(run.step + 1, report[:, : -len(REPORT)])
-        metrics |= router_metrics(run, step, report)
+    reports = [one.routers for one in steps if one.routers is not None]
+    if reports:
+        report = torch.stack(reports).sum(0).cpu()
+        log.routers(number, report[:, : -len(REPORT)])
+        metrics |= router_metrics(report, batch, sum(one.num_sequences for one in steps))
+        if metrics.get("rollout/route_fallback", 0.0) > ROUTE_FALLBACK:
+            without, of = int((batch.rollout.routed < 0).sum()), len(batch.rollout)
+            why = batch.rollout.route_problem or "only other ranks know the reason"
+            text = f"{without} of {of} responses have no routes from the sampler: {why}"
+            log.remind("rollout/route_fallback", number, text)
     if config.fp8.recipe != "none":
         metrics["fspo/fp8_modules"] = float(run.fp8_modules)
-    band = run.loss.metrics()
+    band = loss.metrics()
     clips = clip_metrics(
-        step.off_policy,
-        measured=step.measured,
+        off_policy,
+        measured=[record for one in steps if one.measured for record in one.records],
         samples=config.rollout.samples,
         seed=config.run.seed,
         exponent=band.get("fspo/exponent", 0.5),
     )
-    for topic, text in run.loss.doubts(clips | band, warm=step.warm).items():
-        run.log.warn_once(topic, f"step {run.step + 1}: {text}")
-    counted = [record for record in step.off_policy if record.counts]
-    clips |= run.loss.noise_metrics(as_tensors(counted)[1], clips.get("fspo/out_of_band", math.nan))
-    # In the first update S must be 0. With old log-probs from the sampler there is no old pass, so S of the
-    # first mini-batch measures the mismatch instead.
-    first = updates[0].metrics
+    for topic, text in loss.doubts(clips | band, warm=batch.warm).items():
+        log.warn_once(topic, f"step {number}: {text}")
+    counted = [record for record in off_policy if record.counts]
+    clips |= loss.noise_metrics(as_tensors(counted)[1], clips.get("fspo/out_of_band", math.nan))
+    return (
+        metrics | _first_metrics(steps[0], sampled=config.rollout.old_log_probs == "sampled") | clips | band
+    )
+
+
+def _first_metrics(first: OptimizerStep, *, sampled: bool) -> dict[str, float]:
+    """Return metrics of the first optimizer step, in which S must be 0. With old log-probs from the sampler
+    there is no old pass, so S of the first mini-batch measures the mismatch instead."""
+    records, metrics = first.records, first.update.metrics
     if sampled:
-        sigma = sigma_of(step.first) or math.nan
-        metrics |= {
-            "rollout/kl_k1": first["actor/ppo_kl"],
-            "rollout/kl_k3": first["fspo/kl_k3"],
+        sigma = sigma_of(records) or math.nan
+        return {
+            "rollout/kl_k1": metrics["actor/ppo_kl"],
+            "rollout/kl_k3": metrics["fspo/kl_k3"],
             "rollout/mismatch_sigma": sigma,
-            "rollout/mismatch_outliers": outlier_share(*as_tensors(step.first), sigma),
+            "rollout/mismatch_outliers": outlier_share(*as_tensors(records), sigma),
         }
-    else:
-        largest = max((abs(r.log_ratio_sum) for r in step.first if r.counts), default=math.nan)
-        metrics["fspo/on_policy_abs_s_max"] = largest
-        metrics |= {f"{name}/on_policy": first[name] for name in OFF_POLICY}
-    return metrics | clips | band
+    largest = max((abs(r.log_ratio_sum) for r in records if r.counts), default=math.nan)
+    on_policy = {f"{name}/on_policy": metrics[name] for name in OFF_POLICY}
+    return {"fspo/on_policy_abs_s_max": largest, **on_policy}
 
 
-def router_metrics(run: Training, step: Step, report: Tensor) -> dict[str, float]:
+def router_metrics(report: Tensor, batch: TrainingBatch, sequences: int) -> dict[str, float]:
     """Return metrics of a mixture of experts, over all tokens in a step's packs. ``report`` [layers, E + 6]
-    is the sum of the reports of its optimizer steps.
+    is the sum of the reports of its optimizer steps, on this number of ``sequences``.
 
     Returns:
         ``router/load_max`` and ``/mean``: tokens of a layer's busiest expert over the layer's mean, maximum
@@ -110,12 +122,11 @@ def router_metrics(run: Training, step: Step, report: Tensor) -> dict[str, float
         sequence and layer; ``actor/route_flips``: share of (token, layer) for which the router would choose
         other experts than in the old pass; ``rollout/route_flips``: the same for the old pass and the
         sampler; NaN if nothing was compared. If the sampler's routes are replayed,
-        ``rollout/route_fallback``: share of responses without routes; the run warns if there are many.
+        ``rollout/route_fallback``: share of responses without routes.
     """
     load = report[:, : -len(REPORT)]
     tokens, entropy, aux_loss, z_loss, flips, compared = report[:, -len(REPORT) :].sum(0)
     over = load.amax(1) / load.mean(1)
-    sequences = sum(step.packs_of(turn % len(step.sizes)).totals.num_sequences for turn in step.reports)
     pairs = {
         "router/load_max": (over.max(), 1),
         "router/load_max/mean": (over.mean(), 1),
@@ -125,16 +136,11 @@ def router_metrics(run: Training, step: Step, report: Tensor) -> dict[str, float
         "router/z_loss": (z_loss, sequences * len(load)),
         "actor/route_flips": (flips, compared),
     }
-    if step.old_report is not None:
-        pairs["rollout/route_flips"] = tuple(step.old_report[:, -2:].sum(0).tolist())
-    routed = step.rollout.routed
+    if batch.routers is not None:
+        pairs["rollout/route_flips"] = tuple(batch.routers[:, -2:].sum(0).tolist())
+    routed = batch.rollout.routed
     if routed.any():
-        without = int((routed < 0).sum())
-        pairs["rollout/route_fallback"] = (without, len(routed))
-        if without > ROUTE_FALLBACK * len(routed):
-            why = step.rollout.route_problem or "only other ranks know the reason"
-            text = f"{without} of {len(routed)} responses have no routes from the sampler: {why}"
-            run.log.remind("rollout/route_fallback", run.step + 1, text)
+        pairs["rollout/route_fallback"] = ((routed < 0).sum(), len(routed))
     return means({name: (float(total), float(count)) for name, (total, count) in pairs.items()})
 
 
@@ -162,30 +168,31 @@ def pooled_metrics(updates: Sequence[Totals], *, on_policy: int) -> dict[str, fl
     return means(pool(updates)) | {name: off_policy.get(name, math.nan) for name in OFF_POLICY}
 
 
-def speed_metrics(run: Training, step: Step, seconds: float) -> dict[str, float]:
-    """Return tokens per second, in total and per GPU, and the model FLOP/s utilization (MFU) if known."""
-    ranks, rollout = dist.get_world_size(), step.rollout
-    run.timings["timing_s/step"] = seconds
+def speed_metrics(
+    inputs: Inputs, layout: PackLayout, rollout: Rollout, timings: Mapping[str, float]
+) -> dict[str, float]:
+    """Return tokens per second, in total and per GPU, and the model FLOP/s utilization (MFU) if known, from
+    the seconds of the step and its update in ``timings``."""
+    ranks, seconds, config = dist.get_world_size(), timings["timing_s/step"], inputs.config
     tokens = int((rollout.prompt_lengths + rollout.response_lengths).sum())
     metrics = {
         "perf/throughput": tokens / seconds,
         "perf/tokens_per_second_per_gpu": tokens / seconds / ranks,
     }
-    config = run.inputs.config
-    peak = config.log.peak_tflops or peak_tflops(run.inputs.backend, run.inputs.dtype)
+    peak = config.log.peak_tflops or peak_tflops(inputs.backend, inputs.dtype)
     if peak is None:
         return metrics
     packed = ~left_out(config, rollout)
     prompts = torch.arange(len(rollout))[packed] // rollout.samples
     flops = forward_flops(
-        run.inputs.arch,
+        inputs.arch,
         rollout.prompt_lengths[packed].tolist(),
         rollout.response_lengths[packed].tolist(),
-        prompts.tolist() if run.layout.share_prompts else None,
+        prompts.tolist() if layout.share_prompts else None,
         rollout.lengths[packed].tolist(),
     )
     flops *= (1 + BACKWARD) * config.batch.epochs
-    return metrics | {"perf/mfu": flops / run.timings["timing_s/update_actor"] / (ranks * peak * 1e12)}
+    return metrics | {"perf/mfu": flops / timings["timing_s/update_actor"] / (ranks * peak * 1e12)}
 
 
 def table(steps: Sequence[Mapping[str, float]]) -> str:
@@ -224,12 +231,12 @@ class Pace(NamedTuple):
     """Peak GPU memory of tensors in the step, from torch's allocator; 0 on a CPU."""
 
 
-def rank_metrics(run: Training, step: Step) -> dict[str, float]:
+def rank_metrics(run: Training, batch: TrainingBatch) -> dict[str, float]:
     """Return the slowest rank, its slowness, and the peak memory of a GPU; warn about ranks that have been
     slow for several steps. Collective."""
-    world = dist.group.WORLD
+    world, state = dist.group.WORLD, run.state
     assert world is not None
-    tokens = step.packs.tokens * run.inputs.config.batch.epochs
+    tokens = batch.packs.tokens * run.inputs.config.batch.epochs
     mine = Pace(
         run.policy.busy_seconds / max(tokens, 1),
         run.groups.pp.rank(),
@@ -240,9 +247,9 @@ def rank_metrics(run: Training, step: Step) -> dict[str, float]:
     paces = gather_lists([mine], group=world)
     over = ratios(paces)
     slow = [rank for rank, ratio in enumerate(over) if ratio >= SLOW_RATIO]
-    run.slow_for = {rank: run.slow_for.get(rank, 0) + 1 for rank in slow}
-    for host, line in lines(run.slow_for, over, paces).items():
-        run.log.remind(f"slow ranks on {host}", run.step + 1, line)
+    state.slow_for = {rank: state.slow_for.get(rank, 0) + 1 for rank in slow}
+    for host, line in lines(state.slow_for, over, paces).items():
+        run.log.remind(f"slow ranks on {host}", state.step + 1, line)
     slowest = max(range(len(over)), key=over.__getitem__)
     peak = max(pace.peak_bytes for pace in paces)
     memory = {"perf/gpu_memory_peak": peak / 2**30} if peak else {}
@@ -280,7 +287,7 @@ def profiled(run: Training) -> Iterator[None]:
     The key ``log.profile`` requests a range of steps; a file ``profile`` in the run folder requests the next
     step. Each rank writes ``profiles/step_000012/rank_00003.json.gz``, for Perfetto or chrome://tracing.
     """
-    config, step = run.inputs.config, run.step + 1
+    config, step = run.inputs.config, run.state.step + 1
     first, last = config.log.profile or (0, 0)
     # Outside of collectives, as the first rank may still write metrics and remove old checkpoints.
     run.groups.control.meet("the first rank to write its records")

@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fspo.config import Config
 from megatron_fspo.objective.calibration import sigma_hat
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.groups import ParallelGroups, gather_lists, means, of_first_rank, sum_metrics
 from megatron_fspo.parallel.segments import ExactSums
+from megatron_fspo.trainer.rollout import Rollout
 
 OUTLIER = 6.0
 """A response is an outlier if |Σ Δ| / √L exceeds this many σ̂. For Gaussian noise this is a share of 2e-9, and
@@ -222,3 +224,23 @@ class MismatchAlarm:
             dist.all_reduce(totals, group=groups.dp_cp)
         numbers: list[float] = of_first_rank(totals, groups.dp_cp, groups.tp, groups.pp).tolist()
         return numbers
+
+
+def make_alarm(
+    config: Config,
+    rollout: Rollout,
+    version: int,
+    groups: ParallelGroups,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> MismatchAlarm:
+    """Return the alarm for responses and the current weight ``version``; its default limit depends on the
+    precision."""
+    usual = FP8_LIMIT if config.fp8.recipe != "none" else LIMIT[dtype]
+    return MismatchAlarm(
+        fresh=rollout.fresh_from(version).to(device),
+        version=version,
+        top_p=config.rollout.top_p,
+        limit=config.rollout.mismatch_limit or usual,
+        groups=groups,
+    )

@@ -56,8 +56,8 @@ _STOP_SECONDS = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
-    """Requested responses."""
+class Request:
+    """Responses that were requested."""
 
     prompts: Sequence[Prompt]
     """The prompts of all ranks."""
@@ -100,7 +100,7 @@ def ask(
     grader: Grader | None,
     prompts: Sequence[Prompt],
     params: SamplingParams,
-) -> Batch:
+) -> Request:
     """Request responses to all prompts, of which each data-parallel rank receives its share. Each response is
     graded when it arrives, while others are sampled and the trainer trains. Collective."""
     mine = range(groups.dp.rank(), len(prompts), groups.dp.size())
@@ -112,7 +112,7 @@ def ask(
         grades[number] = grader.submit(prompts[number // params.n], completion, text)
 
     pending = engine.submit(prompts, params, mine, grade if grader is not None else None)
-    return Batch(prompts=prompts, samples=params.n, mine=mine, pending=pending, grades=grades)
+    return Request(prompts=prompts, samples=params.n, mine=mine, pending=pending, grades=grades)
 
 
 def sampling_params(
@@ -153,15 +153,15 @@ class RolloutQueue:
         self.prompts = prompts
         """The prompt cursor. A run that resumes from its state requests open batches again."""
         self._next = step
-        self._asked: deque[Batch] = deque()
+        self._asked: deque[Request] = deque()
 
-    def take(self, step: int) -> Batch:
+    def take(self, step: int) -> Request:
         """Return the batch of this step. Collective."""
         self.ask(step, ahead=0)
         self.prompts.close()
         return self._asked.popleft()
 
-    def further(self, step: int, number: int, prompts: int) -> Batch:
+    def further(self, step: int, number: int, prompts: int) -> Request:
         """Request responses to ``prompts`` further prompts, in round ``number`` of the current step, counted
         from 1. Collective."""
         return self._ask(self.prompts.further(prompts), step, number)
@@ -175,7 +175,7 @@ class RolloutQueue:
             self._asked.append(self._ask(self.prompts.batch(), self._next))
             self._next += 1
 
-    def _ask(self, indices: Sequence[int], step: int, number: int = 0) -> Batch:
+    def _ask(self, indices: Sequence[int], step: int, number: int = 0) -> Request:
         prompts, config = [self._inputs.train[i] for i in indices], self._inputs.config
         # Other seeds, and so other responses, if a prompt is repeated in a later step or round.
         seed = config.run.seed * 1_000_000_007 + step + (number << 64)
@@ -187,12 +187,12 @@ class RolloutQueue:
 def collect_and_grade(
     inputs: Inputs,
     groups: ParallelGroups,
-    batch: Batch,
+    request: Request,
     progress: Progress | None = None,
     *,
     stops: bool = False,
 ) -> Rollout:
-    """Wait for the responses of a batch and their grades; ranks wait outside of collectives. Collective.
+    """Wait for the responses of a request and their grades; ranks wait outside of collectives. Collective.
 
     ``progress`` is called with the number of newly finished responses. If a stop is requested, the wait ends
     at once with ``stops``; otherwise grades have 3 s more.
@@ -201,13 +201,13 @@ def collect_and_grade(
         StopRequested: on every rank, if a stop request ended the wait.
         RewardError: on every rank, if a reward failed or took longer than ``parallel.wait_seconds`` on any.
     """
-    completions = batch.pending(progress, stops=stops)
+    completions = request.pending(progress, stops=stops)
     held: dict[int, Completion] = {}
     if groups.first_of_copy:
-        for position, row in zip(batch.mine, completions, strict=True):
-            held |= dict(enumerate(row, start=position * batch.samples))
-    grades, failures = _awaited(batch.grades, groups.control, progress, stops=stops)
-    table = torch.zeros(len(batch.prompts) * batch.samples, len(COLUMNS), dtype=torch.float64)
+        for position, row in zip(request.mine, completions, strict=True):
+            held |= dict(enumerate(row, start=position * request.samples))
+    grades, failures = _awaited(request.grades, groups.control, progress, stops=stops)
+    table = torch.zeros(len(request.prompts) * request.samples, len(COLUMNS), dtype=torch.float64)
     for number, completion in held.items():
         table[number] = torch.tensor(describe(completion, groups.dp.rank()), dtype=torch.float64)
     for number, graded in grades.items():
@@ -220,8 +220,8 @@ def collect_and_grade(
     )
     table = summed_over_all(table, inputs.backend.device)
     if table.isnan().any():  # on every rank
-        raise_first(inputs.config, failures, batch.samples)
-    return rollout_of(batch.prompts, batch.samples, table, held, grades)
+        raise_first(inputs.config, failures, request.samples)
+    return rollout_of(request.prompts, request.samples, table, held, grades)
 
 
 def _awaited(

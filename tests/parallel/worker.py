@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_fspo.config import Optimizer, Reward
+from megatron_fspo.config import Reward
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.packing.zigzag import local_positions
 from megatron_fspo.parallel.control import Control
@@ -217,19 +216,10 @@ def check_first_rank_decides_on_advantages() -> None:
 def check_any_rank_ends_a_run_beyond_max_kl() -> None:
     """All end with the one that finds it: else the others wait in a collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    config = SimpleNamespace(optimizer=Optimizer(max_kl=0.25), run_folder=Path("/nowhere"))
-    run: Any = SimpleNamespace(
-        step=4,
-        timings={},
-        end_save=lambda *, wait, prune: None,
-        log=SimpleNamespace(step=lambda *row: None),
-        inputs=SimpleNamespace(backend=SimpleNamespace(device=torch.device("cpu")), config=config),
-    )
-    step: Any = SimpleNamespace(metrics={}, updates=[])
     beyond = 1e-9 if rank == world - 1 else 0.0
-    check_kl(run, step, {"actor/ppo_kl": (0.25, 1.0)})
+    check_kl({"actor/ppo_kl": (0.25, 1.0)}, 0.25, "step 1", torch.device("cpu"))
     try:
-        check_kl(run, step, {"actor/ppo_kl": (0.25 + beyond, 1.0)})
+        check_kl({"actor/ppo_kl": (0.25 + beyond, 1.0)}, 0.25, "step 1", torch.device("cpu"))
     except TrainingError as error:
         assert "optimizer.max_kl allows 0.25" in str(error)
     else:

@@ -25,14 +25,14 @@ from megatron_fspo.lab.status import examine, render
 from megatron_fspo.mcore.parameter_state import parameter_states
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss
-from megatron_fspo.trainer import begin, optimize, sampling
+from megatron_fspo.trainer import batch, loop, sampling
 from megatron_fspo.trainer.sampling import RolloutQueue
 
 
 def stop(place: str, count: str) -> AbstractContextManager[Any]:
     """SIGTERM to the first rank alone, at the COUNTth graded response (``rollout``) or optimizer step
     (``update``)."""
-    module, name = {"rollout": (sampling, "response_text"), "update": (optimize, "_update")}[place]
+    module, name = {"rollout": (sampling, "response_text"), "update": (loop, "update")}[place]
     real, calls = getattr(module, name), itertools.count(1)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -77,23 +77,23 @@ def _state_of(policy: Policy) -> str:
 def spikes(out: str, steps: str) -> Iterator[None]:
     """In these optimizer steps, ``9,10``, from 1, the loss of rank 1 is a million times too large. Each rank
     writes to ``out`` whether a step was skipped, and left weights and optimizer as they were, to the bit."""
-    update, loss, rank = optimize._update, PolicyLoss.loss, os.environ["RANK"]
+    update, loss, rank = loop.update, PolicyLoss.loss, os.environ["RANK"]
     found: list[dict[str, float]] = []
 
-    def watched(run: Any, step: Any) -> Any:
+    def watched(run: Any, *args: Any) -> Any:
         before = _state_of(run.policy)
         found.append({})
-        done, records = update(run, step)
+        step = update(run, *args)
         moved = _state_of(run.policy) != before
-        found[-1] = {"skipped": done.skipped, "moved": moved, "norm": done.grad_norm}
-        return done, records
+        found[-1] = {"skipped": step.update.skipped, "moved": moved, "norm": step.update.grad_norm}
+        return step
 
     def spiked(self: PolicyLoss, *args: Any) -> Any:
         value, *rest = loss(self, *args)
         spike = rank == "1" and str(len(found)) in steps.split(",")
         return ((1e6 if spike else 1.0) * value, *rest)
 
-    with mock.patch.object(optimize, "_update", watched), mock.patch.object(PolicyLoss, "loss", spiked):
+    with mock.patch.object(loop, "update", watched), mock.patch.object(PolicyLoss, "loss", spiked):
         try:
             yield
         finally:
@@ -103,7 +103,7 @@ def spikes(out: str, steps: str) -> Iterator[None]:
 @contextmanager
 def slow_rank(folder: str, out: str) -> Iterator[None]:
     """Rank 1 computes slowly; the status of the run in ``folder`` is written to ``out`` in its third step."""
-    forward, update = PolicyLoss.forward_step, optimize._update
+    forward, update = PolicyLoss.forward_step, loop.update
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         began = time.thread_time()
@@ -114,16 +114,16 @@ def slow_rank(folder: str, out: str) -> Iterator[None]:
                 pass
         return result
 
-    def watched(run: Any, step: Any) -> Any:
-        if os.environ["RANK"] == "0" and run.step == 2 and len(step.updates) == 1:
+    def watched(run: Any, batch: Any, packs: Any, before: Any) -> Any:
+        if os.environ["RANK"] == "0" and run.state.step == 2 and len(before) == 1:
             time.sleep(5 * lock.REFRESH_SECONDS)  # until both ranks have written this step
             Path(out).write_text(render(examine(Path(folder))), encoding="utf-8")
-        return update(run, step)
+        return update(run, batch, packs, before)
 
     with (
         mock.patch.object(lock, "REFRESH_SECONDS", 0.2),
         mock.patch.object(PolicyLoss, "forward_step", slow),
-        mock.patch.object(optimize, "_update", watched),
+        mock.patch.object(loop, "update", watched),
     ):
         yield
 
@@ -132,7 +132,7 @@ def slow_rank(folder: str, out: str) -> Iterator[None]:
 def dynamic(out: str, die_in_step: str) -> Iterator[None]:
     """What is learned from is written to ``out``, one JSON line a step. In a step (0: in none), the process
     ends after the first round of responses."""
-    make, further = begin.make_mini_batches, RolloutQueue.further
+    make, further = batch.make_mini_batches, RolloutQueue.further
 
     def written(config: Any, rollout: Any, *args: Any, **options: Any) -> Any:
         row = {
@@ -153,7 +153,7 @@ def dynamic(out: str, die_in_step: str) -> Iterator[None]:
         return further(self, step, *args)
 
     with (
-        mock.patch.object(begin, "make_mini_batches", written),
+        mock.patch.object(batch, "make_mini_batches", written),
         mock.patch.object(RolloutQueue, "further", asked),
     ):
         yield

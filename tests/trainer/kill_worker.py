@@ -25,10 +25,10 @@ HOLD = 1.5
 BEFORE = {
     "start": "trainer.loop:build",
     "rollout": "mcore.decode:Decoder.feed",
-    "asking": "trainer.begin:roll_out",
+    "asking": "trainer.sampling:RolloutQueue.take",
     "answering": "environments.text:TextEnvironment.answer",
     "grading": "trainer.sampling:response_text",
-    "old pass": "trainer.begin:score_old",
+    "old pass": "trainer.batch:_score_old",
     "update": "mcore.policy:Policy.step",
     "sending": "rollout.client.engine:VLLMEngine.update_weights",
     "evaluation": "mcore.decode:Decoder.feed",
@@ -44,7 +44,7 @@ BEFORE = {
 """The point → the function in front of which it lies."""
 AFTER = {
     "weights": "trainer.build:load_hf",
-    "packing": "trainer.begin:make_mini_batches",
+    "packing": "trainer.batch:make_mini_batches",
     "named": "mcore.checkpoint:Saving._complete",
     "row written": "record.log:RunLog.step",
 }
@@ -117,7 +117,7 @@ class Place:
         rmtree(path, *args, **kwargs)
 
     def counting(self, train_step: Any, run: Any) -> Any:
-        self.step = run.step + 1
+        self.step = run.state.step + 1
         return train_step(run)
 
     @contextmanager
@@ -130,13 +130,12 @@ class Place:
                 self.phase = ""
 
 
-def writing_prompts(roll_out: Any, run: Any) -> Any:
-    found, metrics = roll_out(run)
+def writing_prompts(pack_and_score: Any, run: Any, responses: Any) -> Any:
     if os.environ["RANK"] == "0":
-        row = {"step": run.step + 1, "prompts": [prompt.index for prompt in found.prompts]}
+        row = {"step": run.state.step + 1, "prompts": [prompt.index for prompt in responses.prompts]}
         with Path(os.environ[PROMPTS]).open("a") as file:
             file.write(json.dumps(row) + "\n")
-    return found, metrics
+    return pack_and_score(run, responses)
 
 
 def patches(place: Place) -> Iterator[Any]:
@@ -152,7 +151,7 @@ def patches(place: Place) -> Iterator[Any]:
         yield _wrapped(shutil, "rmtree", place.file_by_file)
     yield _replaced("trainer.loop:train_step", place.counting)
     yield _replaced("record.log:RunLog.phase", place.noting)
-    yield _replaced("trainer.begin:roll_out", writing_prompts)
+    yield _replaced("trainer.loop:pack_and_score", writing_prompts)
 
 
 def _replaced(where: str, stand_in: Callable[..., Any]) -> Any:

@@ -5,6 +5,7 @@ nonfinite_worker.py OUT.json
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -25,8 +26,10 @@ from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.packing.batch import MicroBatch
-from megatron_fspo.trainer.optimize import Step, _update
+from megatron_fspo.trainer.batch import TrainingBatch
+from megatron_fspo.trainer.optimize import update
 from megatron_fspo.trainer.rollout import layout_of, make_mini_batches, with_advantages
+from megatron_fspo.trainer.training import State
 from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import SMALL, random_weights, with_layers
 from megatron_fspo.verify.layouts import parse_layout
@@ -98,23 +101,20 @@ class Situation:
         said: list[str] = []
         # In bfloat16 what is left of a group rounds otherwise than the group, if it shares its prompt.
         config = settings(policy, LOSS, "off" if self.dtype == torch.bfloat16 else "auto")
-        config.optimizer = Optimizer()
+        config.optimizer, config.log = Optimizer(), SimpleNamespace(tokens=0)
         config.rollout = SimpleNamespace(old_log_probs="recompute")
         return SimpleNamespace(
             inputs=SimpleNamespace(config=config, backend=self.backend),
             policy=policy,
             groups=self.groups,
             scoring=scoring(policy),
-            loss=LOSS.start(longest=100),
+            state=State(step=2, loss=LOSS.start(longest=100), norms=deque(), skips_in_a_row=0, saved=0),
             layout=layout_of(config, self.arch, self.groups, self.backend),
             log=SimpleNamespace(say=said.append, warn=lambda _, text: said.append(text)),
             said=said,
-            norms=[],
-            skips_in_a_row=0,
-            step=2,
         )
 
-    def step(self, run: Any) -> Step:
+    def batch(self, run: Any) -> TrainingBatch:
         """Nine prompts with three responses each, in three mini-batches; all but the empty one in packs."""
         rollout, _ = rollout_and_completions(run.policy)
         pattern = torch.tensor([1.0, -0.5, -1.5]).expand(len(rollout.prompts), -1)
@@ -122,7 +122,9 @@ class Situation:
         packs, sizes = make_mini_batches(run.inputs.config, rollout, self.groups, run.layout)
         old = moved(packs, run.policy.score(packs, run.scoring), seed=0)
         packs = packs.with_columns(old_log_probs=old)
-        return Step(rollout=rollout, packs=packs, sizes=sizes, metrics={}, warm=True)
+        return TrainingBatch(
+            rollout=rollout, packs=packs, sizes=sizes, on_policy=False, stale=False, warm=True
+        )
 
 
 def weights_of(policy: Policy) -> list[Tensor]:
@@ -145,31 +147,32 @@ def untouched(before: list[Tensor], policy: Policy) -> bool:
 def scoring_with_a_fault(situation: Situation) -> dict[str, Any]:
     """Who is not finite in a forward pass, and whose log-probs are others than without the fault."""
     run = situation.run()
-    step = situation.step(run)
+    packs = situation.batch(run).packs
     with Fault([CULPRIT])():
-        scores = run.policy.score(step.packs, run.scoring)
-    right = run.policy.score(step.packs, run.scoring)
+        scores = run.policy.score(packs, run.scoring)
+    right = run.policy.score(packs, run.scoring)
     broken, moved = [], []
-    for batch, score, wanted in zip(step.packs, scores, right, strict=True):
+    for batch, score, wanted in zip(packs, scores, right, strict=True):
         for row, number in enumerate(batch.sample_index.tolist()):
             here = batch.mask & (batch.segment == row)
             broken += [number] if not score[here].isfinite().all() else []
             moved += [number] if not torch.equal(score[here], wanted[here]) else []
-    largest = max(len(batch.sample_index) for batch in step.packs)
+    largest = max(len(batch.sample_index) for batch in packs)
     return {"broken": broken, "moved": moved, "largest pack": largest}
 
 
 def refused(situation: Situation) -> dict[str, Any]:
     """An optimizer step with the fault, by the policy alone, after one without."""
     run = situation.run()
-    step = situation.step(run)
-    _update(run, step)
+    batch = situation.batch(run)
+    first, *_ = batch.mini_batches
+    update(run, batch, first, [])
     before = weights_of(run.policy)
     lr, steps = run.policy.optimizer.param_groups[0]["lr"], run.policy.optimizer_steps
-    loss = policy_loss.PolicyLoss(objective=run.loss.objective(), scoring=run.scoring)
+    loss = policy_loss.PolicyLoss(objective=run.state.loss.objective(), scoring=run.scoring)
     try:
         with Fault([CULPRIT])():
-            run.policy.update(step.packs_of(0), loss)
+            run.policy.update(first, loss)
         raised = ""
     except TrainingError as error:
         raised = str(error)
@@ -180,23 +183,22 @@ def refused(situation: Situation) -> dict[str, Any]:
 def stepped(situation: Situation, fault: Fault) -> dict[str, Any]:
     """Two optimizer steps of a rollout, the first one with a fault."""
     run = situation.run()
-    step = situation.step(run)
+    batch = situation.batch(run)
+    first, second, _ = batch.mini_batches
     before = weights_of(run.policy)
     try:
         with fault():
-            update, records = _update(run, step)
+            step = update(run, batch, first, [])
     except TrainingError as error:
         same = untouched(before, run.policy)
         return {"raised": str(error), "untouched": same, "said": run.said}
     same = untouched(before, run.policy)
-    step.updates.append(update)
-    following, _ = _update(run, step)
+    following = update(run, batch, second, [step])
     return {
-        "skipped": [update.skipped, following.skipped],
-        "broken": sorted(record.sample for record in records if record.nonfinite),
-        "nonfinite": step.nonfinite,
+        "skipped": [step.update.skipped, following.update.skipped],
+        "broken": sorted(record.sample for record in step.nonfinite),
         "said": run.said,
-        "in a row": run.skips_in_a_row,
+        "in a row": run.state.skips_in_a_row,
         "untouched": same,
         "moved": not untouched(before, run.policy),
         "finite": all(tensor.isfinite().all().item() for tensor in weights_of(run.policy)),

@@ -13,7 +13,7 @@ import torch
 from alarm_worker import ALONE, IN_EVERY_LAYOUT, LAYOUTS, SITUATIONS
 from launch import REPO, found_by
 from megatron_fspo.config.loading import load_config
-from megatron_fspo.trainer.begin import make_alarm
+from megatron_fspo.trainer.mismatch import make_alarm
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +55,9 @@ def test_a_trainer_in_fp8_may_differ_more_from_its_sampler() -> None:
     def limit(recipe: str, *words: str) -> float:
         asked = ["--model.dtype", "bfloat16", "--model.backend", "cuda", "--fp8.recipe", recipe, *words]
         config = load_config(REPO / "examples/make_sum/run.toml", asked)
-        device = SimpleNamespace(device=torch.device("cpu"))
-        inputs = SimpleNamespace(config=config, dtype=torch.bfloat16, backend=device)
-        run: Any = SimpleNamespace(inputs=inputs, step=0, groups=None)
         responses: Any = SimpleNamespace(fresh_from=lambda version: torch.zeros(1))
-        return make_alarm(run, responses).limit
+        groups: Any = None
+        return make_alarm(config, responses, 0, groups, torch.bfloat16, torch.device("cpu")).limit
 
     # Mean |Δ| of sound runs: up to 0.22 in FP8, 0.011 without.
     assert limit("blockwise") > 0.22 > limit("none") > 0.011

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fspo.trainer.begin import fill
+from megatron_fspo.trainer.dynamic import fill
 from megatron_fspo.trainer.rollout import (
     COLUMNS,
     Rollout,
@@ -101,20 +101,21 @@ def test_a_batch_is_filled_with_the_first_groups_that_have_spread(
     batch = make(first, serial)
     filled = fill(batch, further, max_rounds=max_rounds)
     spread = [*first, *(flag for flags in asked for flag in flags)]
-    assert filled.rounds == 1 + len(asked) <= max_rounds
+    metrics = {key.removeprefix("rollout/dynamic/"): value for key, value in filled.metrics.items()}
+    assert metrics["rounds"] == 1 + len(asked) <= max_rounds
     assert filled.sampled.spread.tolist() == spread
     # It stops at once when the batch is full, and not before.
-    assert sum(spread) >= size or filled.rounds == max_rounds
+    assert sum(spread) >= size or metrics["rounds"] == max_rounds
     assert not asked or sum(spread) - sum(asked[-1]) < size
     got = responses(filled.batch)
     everything = responses(filled.sampled)
     wanted = [i for i, flag in enumerate(spread) if flag][:size]
     wanted = sorted(wanted + [i for i, flag in enumerate(spread) if not flag][: size - len(wanted)])
     assert got == [everything[group * SAMPLES + i] for group in wanted for i in range(SAMPLES)]
-    assert filled.unfilled == max(0, size - sum(spread))
+    assert metrics["unfilled"] == max(0, size - sum(spread))
+    assert bool(filled.unfilled) == (sum(spread) < size)
     if all(first):
         assert not asked and got == responses(batch)
-    metrics = {key.removeprefix("rollout/dynamic/"): value for key, value in filled.metrics().items()}
     assert metrics["prompts_sampled"] == len(spread)
     assert len(spread) == size + metrics["groups_dropped"] + metrics["groups_surplus"]
-    assert metrics["groups_dropped"] == spread.count(False) - filled.unfilled
+    assert metrics["groups_dropped"] == spread.count(False) - metrics["unfilled"]

@@ -175,10 +175,10 @@ def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_phases_add_up_their_seconds(tmp_path: Path) -> None:
     log = start(tmp_path)
-    timings = {"timing_s/gen": 100.0}
-    with log.phase("gen", 3, "response", timings) as progress:
+    log.timings["timing_s/gen"] = 100.0
+    with log.phase("gen", 3, "response") as progress:
         progress(3)
-    assert timings.keys() == {"timing_s/gen"} and 100.0 < timings["timing_s/gen"] < 101.0
+    assert log.timings.keys() == {"timing_s/gen"} and 100.0 < log.timings["timing_s/gen"] < 101.0
 
 
 def test_wandb_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from launch import REPO, why
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.record.log import read_rows
-from megatron_fspo.trainer.begin import needs_old_pass
+from megatron_fspo.trainer.batch import needs_old_pass
 from metrics_page import unknown
 from runs import CONFIG, rows, run
 

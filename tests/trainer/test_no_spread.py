@@ -12,7 +12,7 @@ import torch
 
 from megatron_fspo.errors import RewardError
 from megatron_fspo.record.log import RunLog
-from megatron_fspo.trainer.begin import check_spread
+from megatron_fspo.trainer.reward_report import check_spread
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.types import Prompt
 from mismatch_cases import ALONE, as_rollout, sample
@@ -45,15 +45,17 @@ class Run:
             stop_token_ids=(9,),
             decode=lambda ids: TEXTS[ids[0]],
         )
-        self.groups = SimpleNamespace(dp_cp=ALONE, tp=ALONE, pp=ALONE)
+        self.groups: Any = SimpleNamespace(dp_cp=ALONE, tp=ALONE, pp=ALONE)
         self.log = RunLog(config, writer=True, resume_step=None)
         self.step = 0
+
+    def check(self, sampled: Rollout) -> None:
+        check_spread(sampled, self.inputs, self.groups, self.log, self.step + 1)
 
     def learn(self, rewards: list[list[float]]) -> None:
         """A step on these rewards."""
         sampled = rollout(rewards)
-        run: Any = self
-        check_spread(run, sampled)
+        self.check(sampled)
         self.step += 1
         self.log.step(self.step, {"critic/no_spread": 1 - sampled.spread.double().mean().item()})
 
@@ -109,9 +111,9 @@ def test_the_error_names_the_checkpoint_from_before(tmp_path: Path) -> None:
 def test_rewards_that_differ_are_not_said_to_be_equal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run: Any = Run(tmp_path, limit=0)
+    run = Run(tmp_path, limit=0)
     sampled = rollout([[0.0, 1.0], [1.0, 0.0]])
     flat = replace(sampled, advantages=torch.zeros(4), truncated=torch.tensor([True, True, True, False]))
-    check_spread(run, flat)
+    run.check(flat)
     (line, *_) = capsys.readouterr().out.splitlines()
     assert "all advantages are 0: 3 of 4 responses are cut, and reward.truncated = keep" in line

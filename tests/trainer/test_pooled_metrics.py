@@ -13,7 +13,9 @@ import pytest
 from configs import make_config
 from megatron_fspo.mcore.policy import Update
 from megatron_fspo.parallel.groups import Totals
+from megatron_fspo.trainer import metrics
 from megatron_fspo.trainer.metrics import pooled_metrics, update_metrics
+from megatron_fspo.trainer.optimize import OptimizerStep
 
 # Tokens 10, 1000 and 90; N = 4, 2 and 2.
 NAMES = ("actor/entropy", "actor/kl_loss", "actor/pg_loss", "actor/ppo_kl", "fspo/kl_k3")
@@ -64,21 +66,35 @@ def test_what_a_step_reports() -> None:
         Update(totals=totals, grad_norm=norm, learning_rate=1e-4)
         for totals, norm in zip(UPDATES, (1.0, 2.0, 6.0), strict=True)
     ]
-    run = mock.Mock(step=0)
+    run, batch, loss = mock.Mock(), mock.Mock(), mock.Mock()
+    run.state.step, run.state.loss = 0, loss
     run.inputs.config = make_config(Path(), optimizer={"skip_norm_ratio": 10.0})
-    for nothing in (run.loss.metrics, run.loss.doubts, run.loss.noise_metrics):
+    for nothing in (loss.metrics, loss.doubts, loss.noise_metrics):
         nothing.return_value = {}
-    step = mock.Mock(updates=updates, off_policy=[], first=[], nonfinite=3, warm=True)
-    step.reports = {}
-    got = update_metrics(run, step)
+
+    def report(*skipped: bool) -> dict[str, float]:
+        steps = [
+            OptimizerStep(
+                update=replace(update, skipped=skip),
+                records=[mock.Mock(nonfinite=True, counts=False)],
+                num_sequences=2,
+                on_policy=all(skipped[:number]),
+                measured=False,
+                tokens=[],
+                routers=None,
+            )
+            for number, (update, skip) in enumerate(zip(updates, skipped, strict=True))
+        ]
+        with mock.patch.object(metrics, "clip_metrics", return_value={}):
+            return update_metrics(run, batch, steps)
+
+    got = report(False, False, False)
     assert got["fspo/kl_k3"] == pytest.approx(29 / 1090) and got["fspo/kl_k3/on_policy"] == 0
     # Of the optimizer steps, each counted once.
     assert got["actor/skipped_updates"] == 0
     assert got["actor/grad_norm"] == 3 and got["actor/grad_norm/max"] == 6 and got["fspo/nonfinite"] == 3
 
     # The policy was moved by the third at last: S of all three was 0.
-    step.updates = [replace(update, skipped=number < 2) for number, update in enumerate(updates)]
-    got = update_metrics(run, step)
+    got = report(True, True, False)
     assert math.isnan(got["fspo/kl_k3"]) and got["actor/skipped_updates"] == 2
-    step.updates = [replace(update, skipped=number == 1) for number, update in enumerate(updates)]
-    assert update_metrics(run, step)["fspo/kl_k3"] == pytest.approx(29 / 1090)
+    assert report(False, True, False)["fspo/kl_k3"] == pytest.approx(29 / 1090)

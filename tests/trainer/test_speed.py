@@ -80,11 +80,11 @@ def test_a_run_reports_its_speed_profiles_and_draws(tmp_path: Path) -> None:
 
 
 def test_a_file_asks_for_a_profile_of_the_next_step(tmp_path: Path, job: None) -> None:
-    run = mock.Mock(step=6)
+    run = mock.Mock()
     run.inputs.config, run.inputs.backend = make_config(tmp_path), choose_backend("cpu")
     (tmp_path / "one").mkdir()
     (tmp_path / "one/profile").touch()
-    for run.step in (6, 7):
+    for run.state.step in (6, 7):
         with profiled(run):
             torch.ones(3) + 1
     folder = tmp_path / "one/profiles/step_000007"
@@ -94,7 +94,8 @@ def test_a_file_asks_for_a_profile_of_the_next_step(tmp_path: Path, job: None) -
 
 
 def test_a_profile_that_cannot_be_written_is_named_and_ends_nothing(tmp_path: Path, job: None) -> None:
-    run = mock.Mock(step=7)
+    run = mock.Mock()
+    run.state.step = 7
     run.inputs.config, run.inputs.backend = make_config(tmp_path), choose_backend("cpu")
     (tmp_path / "one").mkdir()
     (tmp_path / "one/profile").touch()

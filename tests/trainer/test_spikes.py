@@ -11,12 +11,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from configs import make_config
 from launch import why
-from megatron_fspo.errors import TrainingError
-from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.trainer.optimize import is_to_be_skipped
+from megatron_fspo.trainer.optimize import skip_reason
+from megatron_fspo.trainer.training import State
 from runs import faulty, rows
 
 WORDS = (
@@ -26,44 +26,41 @@ WORDS = (
 ).split()
 
 
-def skipped(run: Any, norm: float) -> bool:
-    return is_to_be_skipped(run, mock.Mock(updates=[], metrics={}), {}, norm, [])
+class Steps:
+    """The optimizer steps of a run that has taken nine."""
 
+    def __init__(self, ratio: float | None = 10.0) -> None:
+        self.options = make_config(Path(), optimizer={"skip_norm_ratio": ratio, "skip_window": 9}).optimizer
+        self.state = State(step=4, loss=mock.Mock(), norms=deque(maxlen=9), skips_in_a_row=0, saved=0)
+        for norm in (1.0, 2.0, 0.0, 3.0, 2.0, 2.0, 2.0, 1e9, 2.0, 2.0):
+            assert self.reason(norm) is None, "too few are known"
 
-def make(**options: Any) -> Any:
-    """A run that has taken nine optimizer steps."""
-    config = make_config(Path(), optimizer={"skip_norm_ratio": 10.0, "skip_window": 9, **options})
-    run = mock.Mock(step=4, skips_in_a_row=0, norms=deque[float](maxlen=9), timings={})
-    run.inputs.config, run.inputs.backend = config, choose_backend("cpu")
-    for norm in (1.0, 2.0, 0.0, 3.0, 2.0, 2.0, 2.0, 1e9, 2.0, 2.0):
-        assert not skipped(run, norm), "too few are known"
-    return run
+    def reason(self, norm: float, *suspects: str) -> str | None:
+        return skip_reason(self.state, self.options, norm, suspects, torch.device("cpu"))
 
 
 def test_more_than_so_many_times_the_median_is_a_spike(job: None) -> None:
-    run = make()
-    assert skipped(run, 20.01) and skipped(run, 20.02) and run.skips_in_a_row == 2
-    assert not skipped(run, 20.0) and run.skips_in_a_row == 0
+    steps = Steps()
+    assert steps.reason(20.01) and steps.reason(20.02) and steps.state.skips_in_a_row == 2
+    assert not steps.reason(20.0) and steps.state.skips_in_a_row == 0
     for _ in range(5):
-        assert not skipped(run, 8.0)
-    assert not skipped(run, 80.0) and skipped(run, 80.01), "the median is of the last 9"
+        assert not steps.reason(8.0)
+    assert not steps.reason(80.0) and steps.reason(80.01), "the median is of the last 9"
 
 
 def test_off_unless_asked_for(job: None) -> None:
-    assert not skipped(make(skip_norm_ratio=None), 1e9)
+    assert not Steps(ratio=None).reason(1e9)
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_whatever_the_ratio(job: None) -> None:
     for ratio in (None, 10.0):
-        run = make(skip_norm_ratio=ratio)
-        norms = list(run.norms)
-        assert skipped(run, math.nan) and skipped(run, math.nan) and run.skips_in_a_row == 2
-        assert list(run.norms) == norms, "the median is of finite ones"
-        assert "the gradient is not finite" in run.log.warn.call_args.args[1]
-        assert not skipped(run, 2.0) and run.skips_in_a_row == 0
-        run.skips_in_a_row = 3
-        with pytest.raises(TrainingError, match=r"skip 4 in a row; optimizer\.max_skips allows 3"):
-            skipped(run, math.nan)
+        steps = Steps(ratio)
+        norms = list(steps.state.norms)
+        assert "every log-prob is" in (steps.reason(math.nan) or "")
+        assert "log-probs of a; b" in (steps.reason(math.nan, "a", "b") or "")
+        assert steps.state.skips_in_a_row == 2
+        assert list(steps.state.norms) == norms, "the median is of finite ones"
+        assert not steps.reason(2.0) and steps.state.skips_in_a_row == 0
 
 
 def train(folder: Path, name: str, steps: str, *extra: str) -> tuple[Any, list[Any]]:

@@ -27,13 +27,15 @@ from megatron_fspo.packing.batch import MicroBatch, Packs
 from megatron_fspo.packing.zigzag import padded_length
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.record.records import as_tensors
-from megatron_fspo.trainer.begin import roll_out, with_packs
-from megatron_fspo.trainer.build import Training, build
+from megatron_fspo.trainer.batch import pack_and_score
+from megatron_fspo.trainer.build import build
 from megatron_fspo.trainer.mismatch import per_sample
 from megatron_fspo.trainer.noise import own_precision
-from megatron_fspo.trainer.optimize import optimize
+from megatron_fspo.trainer.optimize import OptimizerStep, update
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import Rollout, describe, make_mini_batches, rollout_of, with_advantages
+from megatron_fspo.trainer.sampling import add_advantages, collect_and_grade
+from megatron_fspo.trainer.training import Training
 from megatron_fspo.types import Completion, Prompt
 from megatron_fspo.weights import Architecture
 
@@ -104,7 +106,11 @@ def measure(inputs: Inputs, emulated: Sequence[FP8], given: Sequence[Row]) -> Me
     or those that the run samples first. Collective."""
     run = build(inputs)
     try:
-        rollout = as_rollout(list(given), run.groups) if given else roll_out(run)[0]
+        if given:
+            rollout = as_rollout(list(given), run.groups)
+        else:
+            rollout = collect_and_grade(inputs, run.groups, run.queue.take(0))
+            rollout = add_advantages(inputs, run.groups, rollout)
         return _Passes(run, rollout, emulated).measured(sampled=not given)
     finally:
         run.engine.close()
@@ -236,11 +242,15 @@ class _Passes:
     def _updates(self) -> tuple[bool, tuple[Tensor, Tensor, Tensor] | None]:
         """Take the optimizer steps of the rollout; returns whether they changed anything, and S, L and prompt
         of what the off-policy ones saw."""
-        step = with_packs(self._run, self._rollout, {})
-        optimize(self._run, step)
-        moved = any(update.grad_norm > 0 for update in step.updates)
+        self._run.engine.rest()
+        batch, _ = pack_and_score(self._run, self._rollout)
+        steps: list[OptimizerStep] = []
+        for mini_batch in batch.mini_batches * self._run.inputs.config.batch.epochs:
+            steps.append(update(self._run, batch, mini_batch, steps))
+        moved = any(one.update.grad_norm > 0 for one in steps)
         # S is 0 until the first update that has a gradient.
-        records = [record for record in step.off_policy if record.counts and record.log_ratio_sum]
+        off_policy = (record for one in steps if not one.on_policy for record in one.records)
+        records = [record for record in off_policy if record.counts and record.log_ratio_sum]
         if not records:
             return moved, None
         samples = torch.tensor([record.sample for record in records])

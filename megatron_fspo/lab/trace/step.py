@@ -33,11 +33,11 @@ from megatron_fspo.parallel.control import Control, Patience
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.record.log import RunLog
 from megatron_fspo.rollout.client.weights import Bucket, in_buckets
-from megatron_fspo.trainer.begin import with_packs
-from megatron_fspo.trainer.build import Training
-from megatron_fspo.trainer.optimize import optimize
+from megatron_fspo.trainer.batch import pack_and_score
+from megatron_fspo.trainer.optimize import OptimizerStep, update
 from megatron_fspo.trainer.prepare import DTYPES, Inputs
 from megatron_fspo.trainer.rollout import Rollout, describe, layout_of, rollout_of
+from megatron_fspo.trainer.training import State, Training
 from megatron_fspo.types import Completion, Prompt
 from megatron_fspo.weights import Architecture
 from megatron_fspo.weights.table import expected_hf_shapes
@@ -91,11 +91,13 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
     with watch:
         run = _training(config, arch, backend, groups, layout, watch)
         with watch.during("old pass"):
-            step = with_packs(run, rollout, {})
+            batch, _ = pack_and_score(run, rollout)
+        steps: list[OptimizerStep] = []
         with watch.during("update"):
-            optimize(run, step)
-        facts: dict[str, Any] = {"micro_batches": len(step.packs)}
-        del step
+            for mini_batch in batch.mini_batches:
+                steps.append(update(run, batch, mini_batch, steps))
+        facts: dict[str, Any] = {"micro_batches": len(batch.packs)}
+        del batch, mini_batch, steps
         run.policy.zero_gradients()
         watch.headers = _headers(arch, config.parallel.pipeline, groups.pp.rank(), run.inputs.dtype)
         with watch.during("weights"):  # what their sender does, up to the sending
@@ -180,14 +182,16 @@ def _training(
             head=backend.head,
         ),
         layout=layout,
-        loss=config.loss.start(None, longest=config.rollout.max_response_tokens, updates=1),
-        norms=deque(maxlen=8),
-        skips_in_a_row=0,
         queue=None,  # type: ignore[arg-type]
         log=RunLog(config, writer=False, resume_step=None),
-        step=0,
+        state=State(
+            step=0,
+            loss=config.loss.start(None, longest=config.rollout.max_response_tokens, updates=1),
+            norms=deque(maxlen=8),
+            skips_in_a_row=0,
+            saved=-1,
+        ),
         resumed=False,
-        saved=-1,
     )
 
 
