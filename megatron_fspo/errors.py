@@ -68,3 +68,11 @@ class RewardError(TrainingError):
 
 class StopRequested(TrainingError):
     """The job received SIGTERM during a wait that can be interrupted."""
+
+
+class Diverged(TrainingError):
+    """The run must end before an optimizer step. ``metrics`` are those of the step."""
+
+    def __init__(self, text: str, metrics: dict[str, float]) -> None:
+        super().__init__(text)
+        self.metrics = metrics

@@ -45,8 +45,7 @@ from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs, needs_of
 from megatron_fspo.trainer.rollout import layout_of
 from megatron_fspo.trainer.sampling import RolloutQueue, make_grader
-from megatron_fspo.trainer.saving import remove_old
-from megatron_fspo.trainer.training import State, Training
+from megatron_fspo.trainer.training import State, Training, remove_old
 from megatron_fspo.weights import read_adapters
 from megatron_fspo.weights.folder import digest
 

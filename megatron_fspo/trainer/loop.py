@@ -23,8 +23,7 @@ from megatron_fspo.trainer.prepare import Inputs, machine
 from megatron_fspo.trainer.reward_report import check_spread, reward_metrics
 from megatron_fspo.trainer.rollout import Rollout, sampling_metrics
 from megatron_fspo.trainer.sampling import Request, add_advantages, collect_and_grade
-from megatron_fspo.trainer.saving import end_of_step, end_save, resumable
-from megatron_fspo.trainer.training import Draw, Training
+from megatron_fspo.trainer.training import Draw, Training, end_of_step, end_save, resumable
 
 
 def train(inputs: Inputs, *, resume: Resume, draw: Draw | None = None) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.config import Config, Optimizer
-from megatron_fspo.errors import TrainingError
+from megatron_fspo.errors import Diverged, TrainingError
 from megatron_fspo.losses import LossState
 from megatron_fspo.mcore.policy import Update
 from megatron_fspo.mcore.policy_loss import PolicyLoss
@@ -40,14 +40,6 @@ FEWEST_NORMS = 8
 """Number of past gradient norms required to detect spikes."""
 _NAMED = 8
 """Maximum number of responses that a message names."""
-
-
-class Diverged(TrainingError):
-    """The run must end before an optimizer step. ``metrics`` are those of the step."""
-
-    def __init__(self, text: str, metrics: dict[str, float]) -> None:
-        super().__init__(text)
-        self.metrics = metrics
 
 
 @dataclass(frozen=True, kw_only=True)

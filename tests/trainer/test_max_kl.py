@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from configs import make_config
-from megatron_fspo.errors import TrainingError
-from megatron_fspo.trainer import saving
-from megatron_fspo.trainer.optimize import Diverged, check_kl
-from megatron_fspo.trainer.saving import resumable
+from megatron_fspo.errors import Diverged, TrainingError
+from megatron_fspo.trainer import training
+from megatron_fspo.trainer.optimize import check_kl
+from megatron_fspo.trainer.training import resumable
 
 
 def check(kl: float, limit: float = 1.0) -> None:
@@ -35,7 +35,7 @@ def test_beyond_it_the_row_so_far_is_written_and_all_is_named(
         (tmp_path / "one/checkpoints/step_000004").mkdir(parents=True)
     run, ended = mock.Mock(), mock.Mock()
     run.state.step, run.inputs.config, run.log.timings = 4, make_config(tmp_path), {"timing_s/gen": 1.0}
-    monkeypatch.setattr(saving, "end_save", ended)
+    monkeypatch.setattr(training, "end_save", ended)
     with pytest.raises(TrainingError) as raised, resumable(run, {"reward": 0.5}):
         check(0.3, limit=0.25)
     assert not isinstance(raised.value, Diverged)
