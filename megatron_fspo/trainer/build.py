@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fspo.config import Config
 from megatron_fspo.config.loading import config_changes, save_config
 from megatron_fspo.data.cursor import PromptCursor, digest_of, mixture
 from megatron_fspo.errors import InputError
@@ -121,16 +122,15 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
     )
 
 
-def export(run: Training) -> None:
+def export(policy: Policy, config: Config, log: RunLog) -> None:
     """Write the policy to ``hf/`` in the run folder, and the adapters to ``adapter/``. Collective."""
-    config, arch = run.inputs.config, run.policy.arch
-    run.engine.rest()
-    export_hf(run.policy, config.run_folder / "hf", source=config.model.checkpoint)
+    arch = policy.arch
+    export_hf(policy, config.run_folder / "hf", source=config.model.checkpoint)
     if arch.adapters:
-        export_adapters(run.policy, config.run_folder / "adapter", base=config.model.checkpoint)
-        lost = share_lost_by_merging(run.policy.chunks, arch)
+        export_adapters(policy, config.run_folder / "adapter", base=config.model.checkpoint)
+        lost = share_lost_by_merging(policy.chunks, arch)
         kept = f"{config.run_folder}/adapter has the adapters in PEFT's format"
-        run.log.say(f"{kept}. They are also merged into hf/, where rounding lost {lost:.1%} of their change")
+        log.say(f"{kept}. They are also merged into hf/, where rounding lost {lost:.1%} of their change")
 
 
 def _base(inputs: Inputs) -> str | None:

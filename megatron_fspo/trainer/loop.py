@@ -11,7 +11,7 @@ from contextlib import nullcontext
 
 from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.job.folder import Resume
-from megatron_fspo.job.run_folder import RunFolder, hold_run_folder
+from megatron_fspo.job.run_folder import hold_run_folder
 from megatron_fspo.mcore.startup import join
 from megatron_fspo.trainer.batch import pack_and_score
 from megatron_fspo.trainer.build import build, export
@@ -38,35 +38,33 @@ def train(inputs: Inputs, *, resume: Resume, draw: Draw | None = None) -> bool:
         RewardError: a reward failed, or too many steps had no spread. A checkpoint has the steps done.
     """
     control = join(inputs.backend, parallel=inputs.config.parallel)
-    with hold_run_folder(inputs.config, control, resume) as folder:
+    config, finished = inputs.config, True
+    every, steps = config.evaluation.every, config.run.steps
+    with hold_run_folder(config, control, resume) as folder:
         run = build(inputs, folder.checkpoints, older=resume == "auto")
-        folder.report(run.log.activity)
-        with run.grader or nullcontext(), run.log.ending():
-            return _train(run, folder, draw)
-
-
-def _train(run: Training, folder: RunFolder, draw: Draw | None) -> bool:
-    config, state, log = run.inputs.config, run.state, run.log
-    signal.signal(signal.SIGTERM, lambda number, frame: run.groups.control.request_stop())
-    log.job(state.step, machine(run.inputs.backend))
-    every, finished = config.evaluation.every, True
-    try:
-        if every and not run.resumed:
-            log.step(0, _evaluate(run, draw))
-        while state.step < config.run.steps:
-            with profiled(run):
-                metrics = train_step(run)
-            state.step += 1
-            with end_of_step(run, folder, metrics):
-                if every and (state.step % every == 0 or state.step == config.run.steps):
-                    metrics |= _evaluate(run, draw)
-        export(run)
-    except StopRequested:
-        end_save(run, wait=True)
-        log.say(f"stopped by SIGTERM after step {state.step}; continue with --resume")
-        finished = False
-    run.engine.close()
-    log.close(table)
+        state, log = run.state, run.log
+        folder.report(log.activity)
+        with run.grader or nullcontext(), log.ending():
+            signal.signal(signal.SIGTERM, lambda number, frame: control.request_stop())
+            log.job(state.step, machine(inputs.backend))
+            try:
+                if every and not run.resumed:
+                    log.step(0, _evaluate(run, draw))
+                while state.step < steps:
+                    with profiled(config, inputs.backend, control, log, state.step + 1):
+                        metrics = train_step(run)
+                    state.step += 1
+                    with end_of_step(run, folder, metrics):
+                        if every and (state.step % every == 0 or state.step == steps):
+                            metrics |= _evaluate(run, draw)
+                run.engine.rest()
+                export(run.policy, config, log)
+            except StopRequested:
+                end_save(state, config, log, wait=True)
+                log.say(f"stopped by SIGTERM after step {state.step}; continue with --resume")
+                finished = False
+            run.engine.close()
+            log.close(table)
     return finished
 
 
@@ -124,7 +122,8 @@ def train_step(run: Training) -> dict[str, float]:
                 # If all steps before are saved, a resumed run can repeat this one; else it is completed.
                 if state.saved == state.step and len(steps) < total:
                     run.raise_if_stopping()
-    metrics |= update_metrics(run, batch, steps) | rank_metrics(run, batch)
+    metrics |= update_metrics(run, batch, steps)
+    metrics |= rank_metrics(run.policy, groups, state, log, batch.packs.tokens * config.batch.epochs)
 
     with log.phase("update_weights", 1, ""):
         run.engine.update_weights(number)

@@ -20,19 +20,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_fspo.config import Config
 from megatron_fspo.job.rank_status import named_ranks
-from megatron_fspo.mcore.backend import peak_tflops
+from megatron_fspo.mcore.backend import Backend, peak_tflops
+from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.router import REPORT
 from megatron_fspo.packing.pack import PackLayout
-from megatron_fspo.parallel.groups import Totals, any_rank, gather_lists, means, pool
-from megatron_fspo.record.log import PHASES
+from megatron_fspo.parallel.control import Control
+from megatron_fspo.parallel.groups import ParallelGroups, Totals, any_rank, gather_lists, means, pool
+from megatron_fspo.record.log import PHASES, RunLog
 from megatron_fspo.record.records import as_tensors, clip_metrics, sigma_of
 from megatron_fspo.trainer.batch import TrainingBatch
 from megatron_fspo.trainer.mismatch import outlier_share
 from megatron_fspo.trainer.optimize import OptimizerStep
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import Rollout, left_out
-from megatron_fspo.trainer.training import Training
+from megatron_fspo.trainer.training import State, Training
 from megatron_fspo.weights.architecture import BACKWARD, forward_flops
 
 OFF_POLICY = ("actor/ppo_kl", "fspo/kl_k3")
@@ -69,12 +72,7 @@ def update_metrics(run: Training, batch: TrainingBatch, steps: Sequence[Optimize
     if reports:
         report = torch.stack(reports).sum(0).cpu()
         log.routers(number, report[:, : -len(REPORT)])
-        metrics |= router_metrics(report, batch, sum(one.num_sequences for one in steps))
-        if metrics.get("rollout/route_fallback", 0.0) > ROUTE_FALLBACK:
-            without, of = int((batch.rollout.routed < 0).sum()), len(batch.rollout)
-            why = batch.rollout.route_problem or "only other ranks know the reason"
-            text = f"{without} of {of} responses have no routes from the sampler: {why}"
-            log.remind("rollout/route_fallback", number, text)
+        metrics |= router_metrics(report, batch, sum(one.num_sequences for one in steps), log, number)
     if config.fp8.recipe != "none":
         metrics["fspo/fp8_modules"] = float(run.fp8_modules)
     band = loss.metrics()
@@ -111,7 +109,9 @@ def _first_metrics(first: OptimizerStep, *, sampled: bool) -> dict[str, float]:
     return {"fspo/on_policy_abs_s_max": largest, **on_policy}
 
 
-def router_metrics(report: Tensor, batch: TrainingBatch, sequences: int) -> dict[str, float]:
+def router_metrics(
+    report: Tensor, batch: TrainingBatch, sequences: int, log: RunLog, step: int
+) -> dict[str, float]:
     """Return metrics of a mixture of experts, over all tokens in a step's packs. ``report`` [layers, E + 6]
     is the sum of the reports of its optimizer steps, on this number of ``sequences``.
 
@@ -122,7 +122,7 @@ def router_metrics(report: Tensor, batch: TrainingBatch, sequences: int) -> dict
         sequence and layer; ``actor/route_flips``: share of (token, layer) for which the router would choose
         other experts than in the old pass; ``rollout/route_flips``: the same for the old pass and the
         sampler; NaN if nothing was compared. If the sampler's routes are replayed,
-        ``rollout/route_fallback``: share of responses without routes.
+        ``rollout/route_fallback``: share of responses without routes; warns if there are many.
     """
     load = report[:, : -len(REPORT)]
     tokens, entropy, aux_loss, z_loss, flips, compared = report[:, -len(REPORT) :].sum(0)
@@ -140,7 +140,12 @@ def router_metrics(report: Tensor, batch: TrainingBatch, sequences: int) -> dict
         pairs["rollout/route_flips"] = tuple(batch.routers[:, -2:].sum(0).tolist())
     routed = batch.rollout.routed
     if routed.any():
-        pairs["rollout/route_fallback"] = ((routed < 0).sum(), len(routed))
+        without = int((routed < 0).sum())
+        pairs["rollout/route_fallback"] = (without, len(routed))
+        if without > ROUTE_FALLBACK * len(routed):
+            why = batch.rollout.route_problem or "only other ranks know the reason"
+            text = f"{without} of {len(routed)} responses have no routes from the sampler: {why}"
+            log.remind("rollout/route_fallback", step, text)
     return means({name: (float(total), float(count)) for name, (total, count) in pairs.items()})
 
 
@@ -231,25 +236,26 @@ class Pace(NamedTuple):
     """Peak GPU memory of tensors in the step, from torch's allocator; 0 on a CPU."""
 
 
-def rank_metrics(run: Training, batch: TrainingBatch) -> dict[str, float]:
+def rank_metrics(
+    policy: Policy, groups: ParallelGroups, state: State, log: RunLog, tokens: int
+) -> dict[str, float]:
     """Return the slowest rank, its slowness, and the peak memory of a GPU; warn about ranks that have been
-    slow for several steps. Collective."""
-    world, state = dist.group.WORLD, run.state
+    slow for several steps. ``tokens`` are those of this rank's forward and backward passes. Collective."""
+    world = dist.group.WORLD
     assert world is not None
-    tokens = batch.packs.tokens * run.inputs.config.batch.epochs
     mine = Pace(
-        run.policy.busy_seconds / max(tokens, 1),
-        run.groups.pp.rank(),
+        policy.busy_seconds / max(tokens, 1),
+        groups.pp.rank(),
         socket.gethostname(),
-        run.policy.backend.peak_memory(),
+        policy.backend.peak_memory(),
     )
-    run.policy.busy_seconds = 0.0
+    policy.busy_seconds = 0.0
     paces = gather_lists([mine], group=world)
     over = ratios(paces)
     slow = [rank for rank, ratio in enumerate(over) if ratio >= SLOW_RATIO]
     state.slow_for = {rank: state.slow_for.get(rank, 0) + 1 for rank in slow}
     for host, line in lines(state.slow_for, over, paces).items():
-        run.log.remind(f"slow ranks on {host}", state.step + 1, line)
+        log.remind(f"slow ranks on {host}", state.step + 1, line)
     slowest = max(range(len(over)), key=over.__getitem__)
     peak = max(pace.peak_bytes for pace in paces)
     memory = {"perf/gpu_memory_peak": peak / 2**30} if peak else {}
@@ -281,25 +287,24 @@ def lines(slow_for: Mapping[int, int], over: Sequence[float], paces: Sequence[Pa
 
 
 @contextmanager
-def profiled(run: Training) -> Iterator[None]:
+def profiled(config: Config, backend: Backend, control: Control, log: RunLog, step: int) -> Iterator[None]:
     """Context manager to record a step with torch's profiler if a profile was requested. Collective.
 
     The key ``log.profile`` requests a range of steps; a file ``profile`` in the run folder requests the next
     step. Each rank writes ``profiles/step_000012/rank_00003.json.gz``, for Perfetto or chrome://tracing.
     """
-    config, step = run.inputs.config, run.state.step + 1
     first, last = config.log.profile or (0, 0)
     # Outside of collectives, as the first rank may still write metrics and remove old checkpoints.
-    run.groups.control.meet("the first rank to write its records")
+    control.meet("the first rank to write its records")
     wish = config.run_folder / PROFILE_WISH
     wished = dist.get_rank() == 0 and wish.exists()
     if wished:
         wish.unlink(missing_ok=True)
-    if not (any_rank(wished, device=run.inputs.backend.device) or first <= step <= last):
+    if not (any_rank(wished, device=backend.device) or first <= step <= last):
         yield
         return
     activities = [ProfilerActivity.CPU]
-    if run.inputs.backend.device.type == "cuda":
+    if backend.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as recorded:
         yield
@@ -308,6 +313,6 @@ def profiled(run: Training) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         recorded.export_chrome_trace(str(path))
     except (OSError, RuntimeError) as error:  # a full disk must not end the run
-        run.log.say(f"step {step}: {path} could not be written: {error}")
+        log.say(f"step {step}: {path} could not be written: {error}")
         return
-    run.log.say(f"step {step}: profiled, see {path.parent}")
+    log.say(f"step {step}: profiled, see {path.parent}")

@@ -85,7 +85,24 @@ def update(
     device, on_policy = run.inputs.backend.device, batch.on_policy and all(o.update.skipped for o in before)
     number = len(before) + 1
     name = f"step {state.step + 1}, optimizer step {number}"
-    totals, records, tokens, routers = _gradient(run, batch, packs, number, on_policy=on_policy)
+    kept = 0 if on_policy else config.log.tokens
+    recorder = Recorder(number, every=math.ceil(len(batch.rollout) / kept) if kept else 0)
+    loss = PolicyLoss(
+        objective=state.loss.objective(on_policy=on_policy),
+        scoring=run.scoring,
+        entropy_coef=config.loss.entropy_coef,
+        kl_coef=config.loss.kl_coef,
+        observer=recorder,
+    )
+    packs, passes = run.policy.with_routers(
+        packs,
+        replay=config.moe.replay != "off",
+        aux_loss_coef=config.moe.aux_loss_coef,
+        z_loss_coef=config.moe.z_loss_coef,
+    )
+    totals = run.policy.backward(packs, loss)
+    routers, flipped = (None, []) if passes is None else (passes.report(), passes.flipped())
+    records, tokens = _gathered(recorder, flipped, run.groups)
     grad_norm = run.policy.grad_norm()
 
     broken = [record for record in records if record.nonfinite]
@@ -127,30 +144,10 @@ def update(
     )
 
 
-def _gradient(
-    run: Training, batch: TrainingBatch, packs: Packs, number: int, *, on_policy: bool
-) -> tuple[Totals, list[SequenceRecord], list[Piece], Tensor | None]:
-    """Run forward and backward on the packs of optimizer step ``number``, from 1. Return the sums of its
-    metrics, the records of all ranks' sequences, the token log-probs of some, and the report of its routers.
-    Collective."""
-    config, groups = run.inputs.config, run.groups
-    kept = 0 if on_policy else config.log.tokens
-    recorder = Recorder(number, every=math.ceil(len(batch.rollout) / kept) if kept else 0)
-    packs, passes = run.policy.with_routers(
-        packs,
-        replay=config.moe.replay != "off",
-        aux_loss_coef=config.moe.aux_loss_coef,
-        z_loss_coef=config.moe.z_loss_coef,
-    )
-    loss = PolicyLoss(
-        objective=run.state.loss.objective(on_policy=on_policy),
-        scoring=run.scoring,
-        entropy_coef=config.loss.entropy_coef,
-        kl_coef=config.loss.kl_coef,
-        observer=recorder,
-    )
-    totals = run.policy.backward(packs, loss)
-    report, flipped = (None, []) if passes is None else (passes.report(), passes.flipped())
+def _gathered(
+    recorder: Recorder, flipped: Sequence[Tensor], groups: ParallelGroups
+) -> tuple[list[SequenceRecord], list[Piece]]:
+    """Return the records of all ranks' sequences, and the token log-probs of some. Collective."""
     # Context-parallel ranks all have the records of their sequences; of a pipeline, only the last stage has.
     # Share those of one rank, because they decide control flow.
     records = share(recorder.records(groups.dp.rank(), flipped, groups.cp), group=groups.pp, source=-1)
@@ -160,7 +157,7 @@ def _gradient(
     if recorder.every:
         pieces = share(gather_lists(recorder.pieces(), group=groups.cp), group=groups.pp, source=-1)
         tokens = gather_lists(pieces, group=groups.dp)
-    return totals, gather_lists(records, group=groups.dp), tokens, report
+    return gather_lists(records, group=groups.dp), tokens
 
 
 def _check_finite(

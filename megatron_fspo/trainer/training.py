@@ -86,9 +86,9 @@ def save(run: Training, *, wait: bool, cursor: dict[str, Any] | None = None) -> 
     """Write a checkpoint of the steps done; :func:`end_save` gives it its name. ``wait`` until its files are
     written, even with ``checkpoint.asynchronous``. ``cursor`` is the state of the prompt cursor to save; by
     default the current one. Collective."""
-    end_save(run, wait=True)
-    run.engine.rest()
     config, state = run.inputs.config, run.state
+    end_save(state, config, run.log, wait=True)
+    run.engine.rest()
     folder = checkpoint_folder(config, state.step)
     if not any_rank(folder.exists(), device=run.inputs.backend.device):
         content = {
@@ -105,15 +105,14 @@ def save(run: Training, *, wait: bool, cursor: dict[str, Any] | None = None) -> 
     state.saved = state.step
 
 
-def end_save(run: Training, *, wait: bool, prune: bool = True) -> None:
+def end_save(state: State, config: Config, log: RunLog, *, wait: bool, prune: bool = True) -> None:
     """Give the checkpoint that is being written, if any, its name if all ranks have written their files, or
     ``wait`` until they have; then ``prune`` old checkpoints, unless the run fails, as they may predate the
     problem. Call this after the metrics of its step are in the log. Collective."""
-    state = run.state
     if state.saving is not None and state.saving.finish(wait=wait):
         state.saving = None
         if prune and dist.get_rank() == 0:
-            remove_old(run.inputs.config, run.log, state.step)
+            remove_old(config, log, state.step)
 
 
 def remove_old(config: Config, log: RunLog, step: int) -> None:
@@ -127,7 +126,7 @@ def remove_old(config: Config, log: RunLog, step: int) -> None:
 def resumable(run: Training, metrics: dict[str, float]) -> Iterator[None]:
     """Leave the run so that ``--resume`` can repeat the step, whatever ends the block. ``metrics`` are those
     of the step so far, which are logged if the policy diverged."""
-    state, cursor = run.state, run.queue.prompts.state_dict()
+    state, config, log, cursor = run.state, run.inputs.config, run.log, run.queue.prompts.state_dict()
     try:
         yield
     except StopRequested:
@@ -138,13 +137,13 @@ def resumable(run: Training, metrics: dict[str, float]) -> Iterator[None]:
         going_on = "--resume starts over"  # nothing to save before the first step
         if state.step:
             save(run, wait=True, cursor=cursor)
-            end_save(run, wait=True, prune=False)
+            end_save(state, config, log, wait=True, prune=False)
             going_on = f"--resume continues after step {state.step}"
         raise RewardError(f"step {state.step + 1}: {error}; {going_on}") from error
     except Diverged as error:
-        end_save(run, wait=True, prune=False)
-        run.log.step(state.step + 1, metrics | error.metrics | run.log.timings)
-        written = checkpoints(run.inputs.config)
+        end_save(state, config, log, wait=True, prune=False)
+        log.step(state.step + 1, metrics | error.metrics | log.timings)
+        written = checkpoints(config)
         last = f"The last checkpoint is {written[-1]}" if written else "There is no checkpoint yet"
         raise TrainingError(
             f"{error}. {last}. Use a smaller optimizer.lr, or fewer batch.mini_batches or batch.epochs"
@@ -155,8 +154,8 @@ def resumable(run: Training, metrics: dict[str, float]) -> Iterator[None]:
 def end_of_step(run: Training, folder: RunFolder, metrics: dict[str, float]) -> Iterator[None]:
     """Save, log, and name the checkpoint of a step after the block, which may evaluate and add to
     ``metrics``. After all of this raise ``RewardError`` if the evaluation failed, or ``StopRequested``."""
-    options, state, log = run.inputs.config.checkpoint, run.state, run.log
-    last = state.step == run.inputs.config.run.steps
+    config, state, log = run.inputs.config, run.state, run.log
+    options, last = config.checkpoint, state.step == config.run.steps
     stopping = run.groups.control.meet(f"the end of step {state.step}")
     failed: RewardError | None = None
     try:
@@ -173,7 +172,7 @@ def end_of_step(run: Training, folder: RunFolder, metrics: dict[str, float]) -> 
     folder.check()
     # Log the metrics before the checkpoint gets its name, so that a resumed run has them.
     log.step(state.step, metrics | log.timings)
-    end_save(run, wait=failed is not None, prune=failed is None)
+    end_save(state, config, log, wait=failed is not None, prune=failed is None)
     if failed is not None:
         raise failed
     if stopping and not last:

@@ -142,11 +142,9 @@ def test_responses_without_routes_are_counted(routed: list[int], share: float | 
     )
     rollout = rollout_of([Prompt(index=0, token_ids=(1,), text="", answer="")], 4, table, {1: without})
     said: list[str] = []
-    log = SimpleNamespace(remind=lambda topic, step, text: said.append(text))
-    run: Any = SimpleNamespace(step=3, log=log)
-    step = SimpleNamespace(rollout=rollout, reports={0: REPORT}, sizes=[1], old_report=REPORT)
-    step.packs_of = lambda turn: SimpleNamespace(totals=SimpleNamespace(num_sequences=4))
-    metrics = router_metrics(run, step, REPORT)  # type: ignore[arg-type]
+    log: Any = SimpleNamespace(remind=lambda topic, step, text: said.append(text))
+    batch: Any = SimpleNamespace(rollout=rollout, routers=REPORT)
+    metrics = router_metrics(REPORT, batch, 4, log, 4)
     assert metrics.pop("rollout/route_fallback", None) == share
     assert metrics == pytest.approx(BY_HAND)
     assert len(said) == lines and all("1 of 4" in text and "none came" in text for text in said)

@@ -39,7 +39,8 @@ def test_beyond_it_the_row_so_far_is_written_and_all_is_named(
     with pytest.raises(TrainingError) as raised, resumable(run, {"reward": 0.5}):
         check(0.3, limit=0.25)
     assert not isinstance(raised.value, Diverged)
-    assert ended.mock_calls == [mock.call(run, wait=True, prune=False)], "a checkpoint that is being written"
+    named = mock.call(run.state, run.inputs.config, run.log, wait=True, prune=False)
+    assert ended.mock_calls == [named], "a checkpoint that is being written"
     metrics = {"reward": 0.5, "actor/ppo_kl": pytest.approx(0.3), "fspo/kl_k3": 1e7, "timing_s/gen": 1.0}
     assert run.log.mock_calls == [mock.call.step(5, metrics)]
     error = str(raised.value)

@@ -80,27 +80,24 @@ def test_a_run_reports_its_speed_profiles_and_draws(tmp_path: Path) -> None:
 
 
 def test_a_file_asks_for_a_profile_of_the_next_step(tmp_path: Path, job: None) -> None:
-    run = mock.Mock()
-    run.inputs.config, run.inputs.backend = make_config(tmp_path), choose_backend("cpu")
+    control, log = mock.Mock(), mock.Mock()
     (tmp_path / "one").mkdir()
     (tmp_path / "one/profile").touch()
-    for run.state.step in (6, 7):
-        with profiled(run):
+    for step in (7, 8):
+        with profiled(make_config(tmp_path), choose_backend("cpu"), control, log, step):
             torch.ones(3) + 1
     folder = tmp_path / "one/profiles/step_000007"
     assert [*tmp_path.rglob("*.gz")] == [folder / "rank_00000.json.gz"]
-    assert run.log.method_calls == [mock.call.say(f"step 7: profiled, see {folder}")]
+    assert log.method_calls == [mock.call.say(f"step 7: profiled, see {folder}")]
     assert not (tmp_path / "one/profile").exists()
 
 
 def test_a_profile_that_cannot_be_written_is_named_and_ends_nothing(tmp_path: Path, job: None) -> None:
-    run = mock.Mock()
-    run.state.step = 7
-    run.inputs.config, run.inputs.backend = make_config(tmp_path), choose_backend("cpu")
+    control, log = mock.Mock(), mock.Mock()
     (tmp_path / "one").mkdir()
     (tmp_path / "one/profile").touch()
     (tmp_path / "one/profiles").write_text("in the way")
-    with profiled(run):
+    with profiled(make_config(tmp_path), choose_backend("cpu"), control, log, 8):
         pass
-    ((_, (line,), _),) = run.log.method_calls
+    ((_, (line,), _),) = log.method_calls
     assert "rank_00000.json.gz" in line and "one/profiles" in line.rpartition("Errno")[2]
