@@ -149,7 +149,7 @@ def test_tokens_of_context_ranks_make_whole_responses(tmp_path: Path) -> None:
         batch = collate(samples, [0, 1, 2, 3], **totals, context_rank=rank, context_size=2)
         at = zip(batch.segment.tolist(), batch.position_ids[0], strict=True)
         both = torch.stack([drawn.get(n, torch.zeros(2, 40))[:, position] for n, position in at])
-        recorder = Recorder(3, tokens_of_every=2)
+        recorder = Recorder(3, every=2)
         recorder(replace(batch, old_log_probs=both[:, 1] - 1), _terms(4), both[:, 0])
         pieces += recorder.pieces()
     (tmp_path / "run").mkdir()
