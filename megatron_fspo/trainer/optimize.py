@@ -112,24 +112,18 @@ def update(
     reason = skip_reason(state, config.optimizer, grad_norm, suspects, device)
     if reason is None:
         taken = run.policy.step(totals, grad_norm)
-    elif state.skips_in_a_row > config.optimizer.max_skips:
-        raise Diverged(
-            f"{name}: {reason}. This is skip {state.skips_in_a_row} in a row; optimizer.max_skips allows "
-            f"{config.optimizer.max_skips}",
-            means(totals) | {"actor/grad_norm": grad_norm},
-        )
+    elif (skips := state.skips_in_a_row) > (most := config.optimizer.max_skips):
+        text = f"{name}: {reason}. This is skip {skips} in a row; optimizer.max_skips allows {most}"
+        raise Diverged(text, means(totals) | {"actor/grad_norm": grad_norm})
     else:
-        text = f"{name}: skipped because {reason} (in a row: {state.skips_in_a_row})"
-        log.warn("skipped optimizer step", text)
+        log.warn("skipped optimizer step", f"{name}: skipped because {reason} (in a row: {skips})")
         taken = run.policy.skip(totals, grad_norm)
 
     if on_policy and (wrong := [r for r in records if r.counts and r.log_ratio_sum != 0]):
         log.say(_off_policy(state.step + 1, wrong, batch.rollout, config.fp8.recipe))
-    alone = len(batch.sizes) * config.batch.epochs == 1
-    measured = not on_policy and (alone or batch.stale or any(one.moved for one in before))
-    if measured:
-        earlier = state.loss.calibrated()
-        kl = taken.metrics["fspo/kl_k3"]
+    moved = batch.stale or any(one.moved for one in before) or len(batch.sizes) * config.batch.epochs == 1
+    if measured := moved and not on_policy:
+        earlier, kl = state.loss.calibrated(), taken.metrics["fspo/kl_k3"]
         observe(state.loss, records, kl_k3=kl, warm=batch.warm, groups=run.groups)
         if (band := state.loss.calibrated()) != earlier:
             log.say(f"step {state.step + 1}: the band from here on: {band}")

@@ -168,6 +168,7 @@ def _training(
         for model in filter(None, (policy, reference)):
             fill(model, _Zeros(arch))
             model.weights_loaded()
+    loss = config.loss.start(None, longest=config.rollout.max_response_tokens, updates=1)
     return Training(
         inputs=inputs,
         groups=groups,
@@ -184,13 +185,7 @@ def _training(
         layout=layout,
         queue=None,  # type: ignore[arg-type]
         log=RunLog(config, writer=False, resume_step=None),
-        state=State(
-            step=0,
-            loss=config.loss.start(None, longest=config.rollout.max_response_tokens, updates=1),
-            norms=deque(maxlen=8),
-            skips_in_a_row=0,
-            saved=-1,
-        ),
+        state=State(step=0, loss=loss, norms=deque(maxlen=8), skips_in_a_row=0, saved=-1),
         resumed=False,
     )
 
