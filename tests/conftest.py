@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from cores import summed_up
+
 # How long an example takes says how loaded the machine is.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
@@ -32,6 +34,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in reasons.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """For ``.ci/run``, whose last line is pytest's own. Figures that cannot be made fail nothing."""
+    if file := os.environ.get("CI_CORES"):
+        try:
+            terminalreporter.write_line(f".ci/run: {summed_up(Path(file).read_text())}")
+        except Exception as error:
+            terminalreporter.write_line(f".ci/run: no figures of the cores: {error!r}")
 
 
 PAIR = tuple(f"tests/real_vllm/test_real_{name}.py" for name in ("guard", "rollouts", "engine", "runs"))
