@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 from cores import summed_up
@@ -59,6 +61,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return PAIR[0] if file in PAIR else file
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """A job of this process alone, as ``dist.group.WORLD``."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 _SIZES: dict[str, Any] = {
