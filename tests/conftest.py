@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
+
+from cores import summed_up
 
 # How long an example takes says how loaded the machine is.
 settings.register_profile("no deadline", deadline=None)
@@ -34,6 +38,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """For ``.ci/run``, whose last line is pytest's own. Figures that cannot be made fail nothing."""
+    if file := os.environ.get("CI_CORES"):
+        try:
+            terminalreporter.write_line(f".ci/run: {summed_up(Path(file).read_text())}")
+        except Exception as error:
+            terminalreporter.write_line(f".ci/run: no figures of the cores: {error!r}")
+
+
 PAIR = tuple(f"tests/real_vllm/test_real_{name}.py" for name in ("guard", "rollouts", "engine", "runs"))
 """Files that share two servers, so they must share a process."""
 
@@ -48,6 +61,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return PAIR[0] if file in PAIR else file
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """A job of this process alone, as ``dist.group.WORLD``."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 _SIZES: dict[str, Any] = {

@@ -22,8 +22,11 @@ class Started(BaseException):
     """Raised where this process would become another."""
 
 
+@pytest.mark.parametrize("command", ["train", "calibrate", "evaluate", "verify"])
 @pytest.mark.parametrize(("given", "seconds"), [(None, 1800), ("90", 90)])
-def test_nproc(given: str | None, seconds: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nproc(
+    command: str, given: str | None, seconds: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def execv(program: str, words: list[str]) -> None:
         assert program == words[0] == sys.executable and words[1:3] == ["-m", "megatron_fspo.cli.launch"]
         raise Started(words[3:])
@@ -34,12 +37,14 @@ def test_nproc(given: str | None, seconds: int, monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setenv(NAME, given)
     monkeypatch.chdir(REPO)
     monkeypatch.setattr(os, "execv", execv)
-    config = ["--config", "examples/make_sum/run.toml", "--run.folder", str(tmp_path)]
+    words = [command, "--config", "examples/make_sum/run.toml"]
+    if command != "verify":
+        words += ["--run.folder", str(tmp_path)]
     with pytest.raises(Started) as caught:
-        main(["train", *config, "--nproc", "2"])
+        main([*words, "--nproc", "2"])
     launched = parse_args(caught.value.args[0])
     assert launched.shutdown_timeout == seconds
-    assert launched.training_script == "megatron_fspo" and launched.training_script_args == ["train", *config]
+    assert launched.training_script == "megatron_fspo" and launched.training_script_args == words
 
 
 def start_script(

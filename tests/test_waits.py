@@ -9,73 +9,55 @@ from collections.abc import Iterator
 
 from launch import REPO
 
-BLOCKING = {"result", "wait", "join", "get", "acquire", "communicate", "recv", "accept", "exception", "run"}
-BLOCKING |= {
-    "check_call",
-    "check_output",
-    "call",
-    "wrap_future",
-    "urlopen",
-    "create_connection",
-    "as_completed",
+BLOCKING = {
+    *"result wait join get acquire communicate recv accept exception run check_call check_output".split(),
+    *"call wrap_future urlopen create_connection as_completed".split(),
 }
 LIMITS = {"timeout", "seconds", "timeout_seconds", "limit"}
 
-ALLOWED = {
-    (
-        "cli/verify_checkpoint.py",
-        "_megatron_scores",
-        "subprocess.run",
-    ): "a job, which has the limits of [parallel]",
-    ("environments/text.py", "settle", "work.result"): "a callback of it",
-    (
-        "job/remote.py",
-        "run",
-        "result.result",
-    ): "every coroutine that is run has its own limits; Ctrl-C ends it",
-    (
-        "lab/sweep/processes.py",
-        "_run",
-        "process.wait",
-    ): "a run lasts as long as it lasts; Ctrl-C ends a sweep",
-    ("lab/sweep/processes.py", "make", "as_completed"): "the same",
-    ("lab/sweep/processes.py", "make", "future.result"): "it is done",
-    (
-        "lab/sweep/processes.py",
-        "make",
-        "process.wait",
-    ): "a run saves what it has; a second Ctrl-C ends the wait",
-    ("mcore/decode.py", "_step", "dist.recv"): "a collective has its own limit",
-    ("rewards/functions.py", "_called", "work.result"): "it is done",
-    ("rewards/grade.py", "outcome", "one.result"): "it is done",
-    ("rewards/pool.py", "__init__", "start.result"): "START_SECONDS",
-    ("rewards/pool.py", "_answer", "self._socket.recv"): "the socket has a limit",
-    ("rewards/pool.py", "_work", "self._queue.get"): "a daemon that waits for work",
-    ("rewards/pool.py", "close", "self._threads.join"): "see Threads.join",
-    ("rewards/pool.py", "settle", "work.result"): "a callback of it",
-    ("rollout/client/engine.py", "_collect", "work.result"): "it is done",
-    ("rollout/client/pool.py", "_ask", "asyncio.wait"): "request_seconds; the second: it is cancelled",
-    ("rollout/client/pool.py", "_ask", "sampling.result"): "it is done",
-    ("rollout/client/pool.py", "_reply", "asyncio.wrap_future"): "awaited with the environment's limit",
-    ("rollout/client/pool.py", "_reply", "reply.result"): "it is done",
-    ("rollout/client/pool.py", "_wait_for_slot", "granted.result"): "it is done",
-    ("rollout/client/pool.py", "generate", "answers.result"): "it is done",
-    (
-        "rollout/client/pool.py",
-        "generate",
-        "asyncio.wait",
-    ): "recovery_seconds, and the limits of every request",
-    ("rollout/client/pool.py", "generate", "trouble.result"): "it is done",
-    ("rollout/embedded.py", "_replies", "one.result"): "it is done",
-    ("rollout/server/supervise.py", "supervise_all", "server.exception"): "it is done",
-    (
-        "rollout/server/supervise.py",
-        "supervise_all",
-        "wait",
-    ): "servers run until a signal; then they are killed",
-    ("trainer/sampling.py", "_awaited", "one.result"): "it is done",
-    ("trainer/sampling.py", "_awaited", "pending[number].result"): "it is done",
+_DONE = "it is done"
+_REASONS: dict[str, dict[str, str]] = {
+    "cli/verify_checkpoint.py": {
+        "_megatron_scores subprocess.run": "a job, which has the limits of [parallel]"
+    },
+    "environments/text.py": {"settle work.result": "a callback of it"},
+    "job/remote.py": {"run result.result": "all coroutines that are run have limits; Ctrl-C ends it"},
+    "lab/sweep/processes.py": {
+        "_run process.wait": "a run lasts as long as it lasts; Ctrl-C ends a sweep",
+        "make as_completed": "the same",
+        "make future.result": _DONE,
+        "make process.wait": "a run saves what it has; a second Ctrl-C ends the wait",
+    },
+    "mcore/decode.py": {"_step dist.recv": "a collective has its own limit"},
+    "rewards/functions.py": {"_called work.result": _DONE},
+    "rewards/grade.py": {"outcome one.result": _DONE},
+    "rewards/pool.py": {
+        "__init__ start.result": "START_SECONDS",
+        "_answer self._socket.recv": "the socket has a limit",
+        "_work self._queue.get": "a daemon that waits for work",
+        "close self._threads.join": "see Threads.join",
+        "settle work.result": "a callback of it",
+    },
+    "rollout/client/engine.py": {"_collect work.result": _DONE},
+    "rollout/client/pool.py": {
+        "_ask asyncio.wait": "request_seconds; the second: it is cancelled",
+        "_ask sampling.result": _DONE,
+        "_reply asyncio.wrap_future": "awaited with the environment's limit",
+        "_reply reply.result": _DONE,
+        "_wait_for_slot granted.result": _DONE,
+        "generate answers.result": _DONE,
+        "generate asyncio.wait": "recovery_seconds, and the limits of every request",
+        "generate trouble.result": _DONE,
+    },
+    "rollout/embedded.py": {"_replies one.result": _DONE},
+    "rollout/server/supervise.py": {
+        "supervise_all server.exception": _DONE,
+        "supervise_all wait": "servers run until a signal; then they are killed",
+    },
+    "trainer/sampling.py": {"_awaited one.result": _DONE, "_awaited pending[number].result": _DONE},
 }
+"""File → function and call → why it cannot last."""
+ALLOWED = {(file, *wait.split()) for file, waits in _REASONS.items() for wait in waits}
 
 
 def waits(tree: ast.Module) -> Iterator[tuple[str, str]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch import REPO, environment, forked, why
+from launch import forked, why
 from runs import CONFIG, SMALL, rows, run
 
 sys.path.insert(0, str(CONFIG.parent))
@@ -23,15 +22,10 @@ ALONE = ["--parallel.tensor", "1", "--parallel.sequence", "false"]
 SIZES = [*SMALL, "--rollout.prompts", "16", "--model.dtype", "bfloat16", "--evaluation.every", "0"]
 
 
-def calibrate(folder: Path, *words: str, nproc: int | None = None) -> Any:
-    """What it printed as JSON, on forked ranks; without ``nproc`` the command starts them itself."""
+def calibrate(folder: Path, *words: str, nproc: int = 2) -> Any:
+    """What it printed as JSON; 0 ranks: in one process that is none."""
     command = ["-m", "megatron_fspo", "calibrate", "--config", str(CONFIG), *SIZES]
-    command += ["--run.folder", str(folder), "--json", *words]
-    if nproc is None:
-        start = [sys.executable, *command, "--nproc", "2"]
-        done = subprocess.run(start, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300)
-    else:
-        done = forked(command, nproc=nproc)
+    done = forked([*command, "--run.folder", str(folder), "--json", *words], nproc=nproc)
     assert done.returncode == 0, why(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -75,7 +69,7 @@ def test_another_layout_finds_the_same(found: Any, folder: Path) -> None:
     path = folder / "responses.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in samples))
     words = ["--responses", str(path), "--emulate", "mxfp8"]
-    one = by_kind(calibrate(folder, "--run.name", "tp2", *words, nproc=2))
+    one = by_kind(calibrate(folder, "--run.name", "tp2", *words))
     assert {kind for kind, _ in one} == {"repeat", "packs", "precision"}
     other = by_kind(calibrate(folder, "--run.name", "one", *words, *ALONE, nproc=0))
     for key in (("precision", "bfloat16"), ("precision", "mxfp8")):
@@ -86,7 +80,7 @@ def test_another_layout_finds_the_same(found: Any, folder: Path) -> None:
 def test_routes_of_a_mixture_flip_between_precisions(folder: Path) -> None:
     make_experts.main(folder / "experts")
     words = ["--config", str(CONFIG.parent / "moe.toml"), "--model.checkpoint", str(folder / "experts")]
-    one = by_kind(calibrate(folder, "--run.name", "experts", *words, *SIZES, nproc=2))
+    one = by_kind(calibrate(folder, "--run.name", "experts", *words, *SIZES))
     assert {kind for kind, _ in one} == {"repeat", "packs", "sampler", "precision", "updates"}
     flips = {kind: record.get("flips") for (kind, _), record in one.items()}
     assert flips["repeat"] is flips["packs"] is flips["sampler"] is None

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from launch import REPO, environment
+from launch import environment, forked, why
 from nodes import Nodes, environment_of_a_node
 
 PORT = 8000
@@ -19,11 +19,10 @@ KEY = "a-secret-of-32-letters-and-digits"
 
 
 def wide_checkpoint(folder: Path) -> Path:
-    """make-sum's, hardly trained, with the head size that vLLM's attention wants on a CPU."""
-    make = [sys.executable, "examples/make_sum/make_checkpoint.py", "--head-dim", "32", "--steps", "2"]
-    subprocess.run(
-        [*make, "--out", str(folder)], cwd=REPO, env=environment(), check=True, capture_output=True
-    )
+    """make-sum's, hardly trained, tied, with the head size that vLLM's attention wants on a CPU."""
+    make = ["examples/make_sum/make_checkpoint.py", "--head-dim", "32", "--steps", "2", "--out", str(folder)]
+    made = forked(make, nproc=0)
+    assert made.returncode == 0, why(made.stderr)
     return folder / "checkpoint"
 
 

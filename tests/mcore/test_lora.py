@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
 
 from launch import REPO
 from megatron_fspo.mcore.lora import LINEAR, _added, _install, first_values, without_adapters
@@ -43,12 +41,10 @@ class Linear(torch.nn.Module):
         return x @ self.weight.t(), None
 
 
-@pytest.fixture(scope="module")
-def group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+@pytest.fixture
+def group(one_rank: None) -> dist.ProcessGroup:
     assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+    return dist.group.WORLD
 
 
 CHOSEN = [TARGETS, ("q", "gate", "o"), ("k", "v", "up", "down"), ("v", "down")]

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch import REPO, environment
+from launch import found_by
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("waiting")
     worker = Path(__file__).with_name("waiting_worker.py")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(worker), str(folder)],
-        cwd=REPO,
-        env=environment(),
-        timeout=240,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads((folder / "found.json").read_text())  # type: ignore[no-any-return]
+    return found_by(worker, tmp_path_factory.mktemp("waiting"), nproc=0, timeout=240)  # type: ignore[no-any-return]
 
 
 def test_the_first_rank_may_wait_longer_than_a_collective(found: dict[str, list[dict[str, Any]]]) -> None:

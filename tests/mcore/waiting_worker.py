@@ -73,7 +73,8 @@ def be_rank(work: Callable[[int], None], rank: int, port: int, folder: Path) -> 
     return exit_status(attempt, "worker")
 
 
-def main(folder: Path) -> None:
+def main(out: Path) -> None:
+    folder = out.parent
     with socket.socket() as one, socket.socket() as two, socket.socket() as three:
         for free in (one, two, three):
             free.bind(("127.0.0.1", 0))
@@ -99,7 +100,7 @@ def main(folder: Path) -> None:
             "error": (folder / f"{name}-{rank}.err").read_text(),
             "seconds": time.monotonic() - began,
         }
-    (folder / "found.json").write_text(json.dumps(found))
+    out.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -109,7 +109,8 @@ def be_rank(work: Callable[[Control, int], None], rank: int, folder: Path) -> in
     return 0
 
 
-def main(folder: Path) -> None:
+def main(out: Path) -> None:
+    folder = out.parent
     children = {}
     for work, _ in CASES:
         for rank in range(RANKS):
@@ -147,7 +148,7 @@ def main(folder: Path) -> None:
                 "pid": process,
                 **(json.loads(file.read_text()) if file.exists() else {"said": None, "seconds": None}),
             }
-    (folder / "found.json").write_text(json.dumps(found))
+    out.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

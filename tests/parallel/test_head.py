@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,7 @@ def test_the_head_matches_a_float64_oracle(nproc: int) -> None:
     assert f"all held on {nproc} ranks" in run_worker(worker, nproc=nproc)
 
 
-@pytest.fixture(scope="module")
-def alone() -> Iterator[None]:
-    """A group of this process only, as ``dist.group.WORLD``."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 @settings(deadline=None)
 @given(
     shape=st.fixed_dictionaries(
@@ -110,7 +101,7 @@ def check_on(
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("gradients_of", ["log-probs", "both"])
 @pytest.mark.parametrize("main_grad", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -129,7 +120,7 @@ def test_a_gpu_says_the_same(
     check_on("cuda", dtype, main_grad, gradients_of, tokens=3000, kind=kind)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("gradients_of", ["log-probs", "both"])
 @pytest.mark.parametrize("main_grad", [None, torch.float32, torch.bfloat16])
 def test_bf16_operands_are_multiplied_as_cuda_would(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from control_worker import SILENCE
 
-from launch import forked
+from launch import found_by
 
 pytestmark = pytest.mark.slow
 
@@ -21,11 +20,8 @@ Found = dict[str, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    folder = tmp_path_factory.mktemp("lost")
     worker = Path(__file__).with_name("control_worker.py")
-    done = forked([str(worker), str(folder)], nproc=0, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return json.loads((folder / "found.json").read_text())  # type: ignore[no-any-return]
+    return found_by(worker, tmp_path_factory.mktemp("lost"), nproc=0, timeout=200)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(

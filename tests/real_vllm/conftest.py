@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from launch import REPO, environment
 from real_server import random_like
 from serving import Served, serving
+from serving_node import wide_checkpoint
 
 KEY = "a-secret-of-32-letters-and-digits"
 
@@ -25,13 +23,7 @@ def key() -> Iterator[str]:
 
 @pytest.fixture(scope="package")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """make-sum's, hardly trained, tied, with the head size that vLLM's attention wants on a CPU."""
-    folder = tmp_path_factory.mktemp("make-sum")
-    make = [sys.executable, "examples/make_sum/make_checkpoint.py", "--head-dim", "32", "--steps", "2"]
-    subprocess.run(
-        [*make, "--out", str(folder)], cwd=REPO, env=environment(), check=True, capture_output=True
-    )
-    return folder / "checkpoint"
+    return wide_checkpoint(tmp_path_factory.mktemp("make-sum"))
 
 
 @pytest.fixture(scope="package")

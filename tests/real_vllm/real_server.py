@@ -16,10 +16,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from megatron_fspo.job.remote import Loop, http_client
 from megatron_fspo.rollout.checksum import Checksum
+from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
 from megatron_fspo.rollout.client.proof import Proof, prove, with_checksums
 from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.rollout.client.weights import BroadcastSender, resume, send_weights
 from megatron_fspo.rollout.common import api_key
+from megatron_fspo.types import Completion, Prompt, SamplingParams
 
 TOLERANCE, FAR = 1e-4, 0.1
 """Log-probs in nats: of the same weights, and of others."""
@@ -59,6 +61,21 @@ def bearer() -> dict[str, str]:
     """The header with the key, if there is one in the environment."""
     key = api_key()
     return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+def sampled(
+    url: str, prompts: Sequence[Prompt], params: SamplingParams, *, vocab_size: int = 14, **options: Any
+) -> list[Completion]:
+    """``params.n`` completions of each prompt, by the production client."""
+    requests = [CompletionRequest.of(prompt, params, i) for prompt in prompts for i in range(params.n)]
+
+    async def main() -> list[Completion]:
+        async with http_client() as http:
+            server = Server(url, http, api_key=api_key())
+            pool = Pool([server], max_in_flight_per_server=16, vocab_size=vocab_size, **options)
+            return await pool.generate(requests)
+
+    return asyncio.run(main())
 
 
 class Routes:

@@ -14,12 +14,11 @@ import torch
 
 from megatron_fspo.data.tokenizer import load_tokenizer
 from megatron_fspo.job.remote import http_client
-from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
 from megatron_fspo.rollout.client.server import Refused, Server
 from megatron_fspo.rollout.common import api_key
 from megatron_fspo.rollout.sampling import kept
 from megatron_fspo.types import WRITTEN, Completion, Prompt, Reply, SamplingParams, VersionSpan
-from real_server import all_log_probs, scores, send, weights
+from real_server import all_log_probs, sampled, scores, send, weights
 from serving import Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -37,15 +36,7 @@ PROMPTS = [
 
 
 def rollout(url: str, params: SamplingParams) -> list[Completion]:
-    requests = [CompletionRequest.of(prompt, params, i) for prompt in PROMPTS for i in range(params.n)]
-
-    async def main() -> list[Completion]:
-        async with http_client() as http:
-            server = Server(url, http, api_key=api_key())
-            pool = Pool([server], max_in_flight_per_server=16, vocab_size=VOCAB_SIZE, probe_seconds=0.2)
-            return await pool.generate(requests)
-
-    return asyncio.run(main())
+    return sampled(url, PROMPTS, params, probe_seconds=0.2)
 
 
 @pytest.fixture(scope="module")

@@ -18,13 +18,9 @@ from transformers import Qwen3MoeForCausalLM
 
 from launch import REPO, why
 from megatron_fspo.config import VLLM
-from megatron_fspo.job.remote import http_client
 from megatron_fspo.rollout.client.connect import Needs, absent_servers
-from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
-from megatron_fspo.rollout.client.server import Server
-from megatron_fspo.rollout.common import api_key
 from megatron_fspo.types import Completion, Prompt, Routing, SamplingParams
-from real_server import send, weights
+from real_server import sampled, send, weights
 from runs import rows, run
 from serving import Served, serving
 from test_real_runs import words
@@ -70,18 +66,6 @@ def server(mixtures: list[Path], tmp_path_factory: pytest.TempPathFactory) -> It
         yield server
 
 
-def sampled(url: str, params: SamplingParams) -> list[Completion]:
-    requests = [CompletionRequest.of(prompt, params, i) for prompt in PROMPTS for i in range(SAMPLES)]
-
-    async def main() -> list[Completion]:
-        async with http_client() as http:
-            server = Server(url, http, api_key=api_key())
-            pool = Pool([server], max_in_flight_per_server=16, vocab_size=14)
-            return await pool.generate(requests)
-
-    return asyncio.run(main())
-
-
 @torch.no_grad()
 def routes_of(checkpoint: Path, completions: list[Completion]) -> list[Tensor]:
     """By transformers: [P + L - 1, layers, k], experts in ascending order."""
@@ -109,11 +93,11 @@ def test_routes_are_those_of_transformers(server: Served, mixtures: list[Path]) 
     one, two = mixtures
     options = VLLM(urls=(server.url,))
     assert asyncio.run(absent_servers(options, Needs(routes=True))) == []
-    params = SamplingParams(max_tokens=40, seed=5, routing=ROUTING)
+    params = SamplingParams(n=SAMPLES, max_tokens=40, seed=5, routing=ROUTING)
     for version, (new, old) in enumerate([(one, two), (two, one)]):
         if version:
             assert send(server.url, weights(new).items(), version) is None
-        completions = sampled(server.url, params)
+        completions = sampled(server.url, PROMPTS, params)
         assert {c.weight_version for c in completions} == {version}
         want = routes_of(new, completions)
         assert agreement(completions, want) > 0.999
@@ -122,7 +106,7 @@ def test_routes_are_those_of_transformers(server: Served, mixtures: list[Path]) 
         assert agreement(completions, want, partial(torch.roll, shifts=1, dims=0)) < 0.9
         assert agreement(completions, want, partial(torch.flip, dims=(1,))) < 0.9
     assert server.count("prefix_cache_hits") > 500 and server.count("num_preemptions") > 0
-    assert all(c.routes is None for c in sampled(server.url, replace(params, routing=None)))
+    assert all(c.routes is None for c in sampled(server.url, PROMPTS, replace(params, routing=None)))
 
 
 def test_a_run_gets_the_routes_of_all_responses(server: Served, mixtures: list[Path], tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from megatron_fspo.rewards import Failure, Grade
 from megatron_fspo.types import Completion, Prompt
 
 STOPPED = Completion(token_ids=(12,), log_probs=(-0.1,), finish_reason="stop", weight_version=0)
@@ -25,6 +27,12 @@ def pairs() -> list[tuple[str, str, bool]]:
 
 def prompt(answer: str, index: int = 0, fields: Mapping[str, Any] | None = None) -> Prompt:
     return Prompt(index=index, token_ids=(10,), text="?", answer=answer, fields=fields or {})
+
+
+def graded(future: Future[Grade | Failure]) -> Grade:
+    found = future.result(timeout=120)
+    assert isinstance(found, Grade), found
+    return found
 
 
 def boxed(answer: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import own_rewards
 import pytest
-from answers import STOPPED, boxed, prompt
+from answers import STOPPED, boxed, graded, prompt
 from processes_of import workers
 
 from megatron_fspo.config import Reward
@@ -24,12 +24,6 @@ def make(**keys: Any) -> Grader:
 
 def ask(grader: Grader, response: str, answer: str = "5", **fields: Any) -> Future[Grade | Failure]:
     return grader.submit(prompt(answer, index=7, fields=fields), STOPPED, response)
-
-
-def graded(future: Future[Grade | Failure]) -> Grade:
-    grade = future.result(timeout=60)
-    assert isinstance(grade, Grade), grade
-    return grade
 
 
 def failed(future: Future[Grade | Failure]) -> Failure:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from answers import STOPPED, boxed, hostile, pairs, prompt
+from answers import STOPPED, boxed, graded, hostile, pairs, prompt
 from processes_of import workers
 
 import math_pairs
@@ -28,12 +28,6 @@ WORKERS = 2
 def grader() -> Iterator[Grader]:
     with Grader(Reward(name="math", workers=WORKERS, seconds=20.0), max_response_tokens=100) as grader:
         yield grader
-
-
-def graded(future: Future[Grade | Failure]) -> Grade:
-    found = future.result(timeout=120)
-    assert isinstance(found, Grade), found
-    return found
 
 
 def ask(grader: Grader, gold: str, answer: str) -> Future[Grade | Failure]:

@@ -14,7 +14,7 @@ from kill_runs import Harness, Kill
 from launch import REPO, environment, forked, why
 from megatron_fspo.lab.explain.dump import read_dump
 from metrics_page import unknown
-from runs import PROGRAM, command, faulty, numbers, rows, run
+from runs import PROGRAM, faulty, numbers, rows, run
 
 STEPS = 4
 
@@ -23,10 +23,12 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``whole``: an uninterrupted run of four steps by torchrun, a checkpoint each, tensor parallel 2."""
+    """``whole``: an uninterrupted run of four steps, a checkpoint each, tensor parallel 2.
+
+    It is forked; torchrun starts those that are killed.
+    """
     folder = tmp_path_factory.mktemp("runs")
-    words = command(folder, "whole", "--run.steps", str(STEPS), "--checkpoint.every", "1")
-    done = subprocess.run(words, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300)
+    done = run(folder, "whole", "--run.steps", str(STEPS), "--checkpoint.every", "1")
     assert done.returncode == 0, why(done.stderr)
     assert "transformers" in done.stdout and "report" in done.stdout
     return folder

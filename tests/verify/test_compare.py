@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,15 +19,10 @@ from megatron_fspo.verify.production import Outcome, shard_of
 from megatron_fspo.verify.reference import Reference
 from megatron_fspo.weights import Row, expected_hf_shapes, resolve
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 NORM, QKV = "decoder.final_layernorm.weight", "decoder.layers.0.self_attention.linear_qkv.weight"
 HEAD = "output_layer.weight"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def policy(*, tp: int = 1, rank: int = 0) -> Any:

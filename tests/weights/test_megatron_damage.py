@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
-from weights_helpers import Damage, assert_bits, cut, refused, save_model, tensors_of, to_hf, to_megatron
+from weights_helpers import Damage, assert_bits, cut, refused, tensors_of, to_hf
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights import MegatronReader, read_architecture
@@ -23,14 +23,6 @@ from megatron_fspo.weights import MegatronReader, read_architecture
 DATA, FIRST = Path("torch_dist"), Path("torch_dist", "__0_0.distcp")
 NORM = "decoder.final_layernorm.weight"
 FC1 = "decoder.layers.mlp.linear_fc1.weight"
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sound")
-    save_model(folder / "hf", "qwen3")
-    to_megatron(folder / "hf", folder / "megatron")
-    return folder / "megatron"
 
 
 class Payload:
@@ -106,7 +98,7 @@ def test_a_hostile_pickle_does_not_run(
     sound: Path, tmp_path: Path, payload: Callable[[Path], Payload], put: Callable[[Path, object], Path]
 ) -> None:
     trace, folder = tmp_path / "trace", tmp_path / "megatron"
-    shutil.copytree(sound, folder)
+    shutil.copytree(sound / "megatron", folder)
     path = put(folder, payload(trace))
     reason = f"{path} is damaged or unsafe"
     refused(lambda: to_hf(folder, tmp_path / "out"), tmp_path, reason)
@@ -201,7 +193,7 @@ def test_damage_is_named_and_leaves_no_trace(
     sound: Path, tmp_path: Path, damage: Damage, message: list[str]
 ) -> None:
     folder = tmp_path / "megatron"
-    shutil.copytree(sound, folder)
+    shutil.copytree(sound / "megatron", folder)
     damage(folder)
     refused(lambda: to_hf(folder, tmp_path / "out"), tmp_path, *message)
 
@@ -209,10 +201,10 @@ def test_damage_is_named_and_leaves_no_trace(
 def test_no_damaged_byte_of_the_index_makes_wrong_values(sound: Path, tmp_path: Path) -> None:
     """Whatever the byte was: refused in one line, or it did not matter."""
     folder = tmp_path / "megatron"
-    shutil.copytree(sound, folder)
+    shutil.copytree(sound / "megatron", folder)
     arch, path = read_architecture(folder), folder / DATA / ".metadata"
     whole, dice, refused = path.read_bytes(), random.Random(0), 0
-    original = tensors_of(sound.parent / "hf")
+    original = tensors_of(sound / "hf")
     for _ in range(60):
         data = bytearray(whole)
         data[dice.randrange(len(data))] = dice.randrange(256)

@@ -45,15 +45,6 @@ def load(folder: Path, tied: bool = False, dtype: torch.dtype = torch.float32) -
     return load_ranks(folder, shapes, 1, 1280, dtype=dtype)[0][0]
 
 
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sound")
-    save_model(folder / "hf", "qwen3")
-    save_model(folder / "experts", "qwen3_moe")
-    load(folder / "hf")
-    return folder
-
-
 @pytest.fixture
 def folder(sound: Path, tmp_path: Path) -> Path:
     return shutil.copytree(sound / "hf", tmp_path / "hf")

@@ -14,19 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from weights_helpers import assert_bits, contents, refused, save_model, tensors_of, to_hf, to_megatron
+from weights_helpers import assert_bits, contents, refused, tensors_of, to_hf, to_megatron
 
 Convert = Callable[[Path, Path], object]
 REPO = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("killed_worker.py")
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sound")
-    save_model(folder / "hf", "qwen3")
-    to_megatron(folder / "hf", folder / "megatron")
-    return folder
 
 
 @contextmanager

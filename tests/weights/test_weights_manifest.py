@@ -123,28 +123,20 @@ CHANGES: dict[str, tuple[str, Callable[[Tensor], Tensor], int]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pair")
-    save_model(folder / "hf", "qwen3")  # -0.0 is the first value of each
-    to_megatron(folder / "hf", folder / "megatron")
-    return folder
-
-
-def differences(pair: Path, other: Path) -> list[Difference]:
+def differences(sound: Path, other: Path) -> list[Difference]:
     """Of the Megatron checkpoint and ``other``; the manifest must see the same tensors."""
-    arch, manifest = read_architecture(pair / "hf"), read_manifest(pair / "megatron")
+    arch, manifest = read_architecture(sound / "hf"), read_manifest(sound / "megatron")
     assert manifest is not None
-    found = list(compare(open_checkpoint(pair / "megatron", arch), HFReader(other), arch))
+    found = list(compare(open_checkpoint(sound / "megatron", arch), HFReader(other), arch))
     against = list(compare_with_manifest(HFReader(other), dict(manifest.tensors)))
     assert {one.name for one in found} == {one.name for one in against}
     return found
 
 
-def changed(pair: Path, folder: Path, name: str, change: Callable[[Tensor], Tensor | None]) -> Path:
-    tensors = tensors_of(pair / "hf")
+def changed(sound: Path, folder: Path, name: str, change: Callable[[Tensor], Tensor | None]) -> Path:
+    tensors = tensors_of(sound / "hf")
     folder.mkdir()
-    (folder / "config.json").write_bytes((pair / "hf" / "config.json").read_bytes())
+    (folder / "config.json").write_bytes((sound / "hf" / "config.json").read_bytes())
     save_file(tensors, folder / "model.safetensors")
     edit_tensor(name, change)(folder)
     return folder
@@ -153,48 +145,48 @@ def changed(pair: Path, folder: Path, name: str, change: Callable[[Tensor], Tens
 @pytest.mark.parametrize("block_bytes", [2**28, 200])
 @pytest.mark.parametrize(("name", "change", "values"), CHANGES.values(), ids=CHANGES)
 def test_every_bit_counts(
-    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     name: str, change: Callable[[Tensor], Tensor], values: int, block_bytes: int,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("megatron_fspo.weights.reader.BLOCK_BYTES", block_bytes)
-    assert differences(pair, pair / "hf") == []
-    other = changed(pair, tmp_path / "other", name, change)
-    before, after = (tensors_of(folder)[name].double() for folder in (pair / "hf", other))
+    assert differences(sound, sound / "hf") == []
+    other = changed(sound, tmp_path / "other", name, change)
+    before, after = (tensors_of(folder)[name].double() for folder in (sound / "hf", other))
     largest = (before - after).abs().max().item()
     expected = Difference(name, "values", values, math.inf if math.isnan(largest) else largest)
-    assert differences(pair, other) == [expected]
+    assert differences(sound, other) == [expected]
 
 
-def test_a_nan_is_not_another_nan(pair: Path, tmp_path: Path) -> None:
+def test_a_nan_is_not_another_nan(sound: Path, tmp_path: Path) -> None:
     folders = [
-        changed(pair, tmp_path / f"{pattern:x}", NORM, first_value(bits(pattern)))
+        changed(sound, tmp_path / f"{pattern:x}", NORM, first_value(bits(pattern)))
         for pattern in (0x7FC00000, 0x7FC00000 + 1)
     ]
-    arch = read_architecture(pair / "hf")
+    arch = read_architecture(sound / "hf")
     first, second = (HFReader(folder) for folder in folders)
     assert list(compare(first, first, arch)) == []
     assert list(compare(first, second, arch)) == [Difference(NORM, "values", 1, math.inf)]
 
 
-def test_other_kinds_are_told(pair: Path, tmp_path: Path) -> None:
-    half = changed(pair, tmp_path / "half", NORM, lambda t: t.half())
-    assert differences(pair, half) == [Difference(NORM, "torch.float32 (20,) and torch.float16 (20,)")]
-    short = changed(pair, tmp_path / "short", NORM, lambda t: t[1:].clone())
-    assert differences(pair, short) == [Difference(NORM, "torch.float32 (20,) and torch.float32 (19,)")]
-    gone = changed(pair, tmp_path / "gone", NORM, lambda t: None)
-    assert differences(pair, gone) == [Difference(NORM, f"not in {gone}")]
+def test_other_kinds_are_told(sound: Path, tmp_path: Path) -> None:
+    half = changed(sound, tmp_path / "half", NORM, lambda t: t.half())
+    assert differences(sound, half) == [Difference(NORM, "torch.float32 (20,) and torch.float16 (20,)")]
+    short = changed(sound, tmp_path / "short", NORM, lambda t: t[1:].clone())
+    assert differences(sound, short) == [Difference(NORM, "torch.float32 (20,) and torch.float32 (19,)")]
+    gone = changed(sound, tmp_path / "gone", NORM, lambda t: None)
+    assert differences(sound, gone) == [Difference(NORM, f"not in {gone}")]
 
 
-def test_a_flipped_bit_beside_a_manifest_is_refused(pair: Path, tmp_path: Path) -> None:
-    to_hf(pair / "megatron", tmp_path / "export")
+def test_a_flipped_bit_beside_a_manifest_is_refused(sound: Path, tmp_path: Path) -> None:
+    to_hf(sound / "megatron", tmp_path / "export")
     to_megatron(tmp_path / "export", tmp_path / "sound")
     edit_tensor(Q, one_bit)(tmp_path / "export")
     refused(lambda: to_megatron(tmp_path / "export", tmp_path / "out"), tmp_path, Q, "manifest.json")
 
 
-def test_the_manifest_sees_a_tensor_too_many(pair: Path, tmp_path: Path) -> None:
-    more = changed(pair, tmp_path / "more", "score.weight", lambda t: t)
-    manifest = read_manifest(pair / "megatron")
+def test_the_manifest_sees_a_tensor_too_many(sound: Path, tmp_path: Path) -> None:
+    more = changed(sound, tmp_path / "more", "score.weight", lambda t: t)
+    manifest = read_manifest(sound / "megatron")
     assert manifest is not None
     found = list(compare_with_manifest(HFReader(more), dict(manifest.tensors)))
     assert found == [Difference("score.weight", "not in the manifest")]
