@@ -37,19 +37,14 @@ _PORTS = {
 }
 
 
-def is_required(module: str | None) -> bool:
-    """Return True if the module belongs to a dependency of ours, required or of an extra."""
-    return any(_top(module) in modules.values() for modules in _MODULES.values())
-
-
-def what_is_required(module: str | None) -> str:
-    """Return the error message, one line, for a missing module of a dependency."""
-    extra, name = next(
-        (extra, name)
-        for extra, modules in _MODULES.items()
-        for name, own in modules.items()
-        if own == _top(module)
-    )
+def missing_package(module: str | None) -> str | None:
+    """Return the error message, one line, for a missing module of a dependency of ours, required or of an
+    extra; None for any other module."""
+    top = (module or "").partition(".")[0]
+    found = [(x, name) for x, modules in _MODULES.items() for name, own in modules.items() if own == top]
+    if not found:
+        return None
+    extra, name = found[0]
     if extra:
         return (
             f"this needs the Python package {name} of the extra {extra}: `pip install -e '.[{extra}]'` in a "
@@ -66,10 +61,6 @@ def what_is_required(module: str | None) -> str:
 def absent(extra: str = "") -> list[str]:
     """Return the packages of an extra, or required ones, that are not installed."""
     return [name for name, module in _MODULES[extra].items() if not _importable(module)]
-
-
-def _top(module: str | None) -> str:
-    return (module or "").partition(".")[0]
 
 
 def examine(config: Config | None = None) -> dict[str, Any]:
