@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_fspo.evaluation.intervals import Estimate
-from megatron_fspo.evaluation.tables import by_column, columns, number, percent, plain, with_interval
+from megatron_fspo.evaluation.tables import Table, by_column, columns, number, percent, plain, with_interval
 from megatron_fspo.lab.explain.decomposition import Parts
 from megatron_fspo.lab.explain.explanation import Explanation, OfLoss
 from megatron_fspo.lab.explain.flips import Flips
@@ -16,8 +16,6 @@ from megatron_fspo.lab.explain.losses import FATES
 from megatron_fspo.objective import LengthReweightingError
 from megatron_fspo.objective.calibration import Exponent
 
-Table = tuple[list[str], list[tuple[str, ...]]]
-"""Head and rows."""
 NOISE = {
     "sampler": "the measured difference between trainer and sampler",
     "signs": "the tokens' log-ratios with signs at random, as if all of S were chance",

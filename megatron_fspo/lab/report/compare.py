@@ -8,16 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
-from megatron_fspo import __version__
 from megatron_fspo.errors import InputError
 from megatron_fspo.evaluation.tables import number
 from megatron_fspo.lab.report import pictures
 from megatron_fspo.lab.report.drawing import Line, smoothing_window
 from megatron_fspo.lab.report.figures import ABSENT, TAIL, WINDOW, RunData, in_words, machines
 from megatron_fspo.lab.report.history import Series, clip_rates, overall_rates
-from megatron_fspo.lab.report.page import template
+from megatron_fspo.lab.report.html import render_page
 from megatron_fspo.lab.report.pictures import LengthCurve, style_of
 from megatron_fspo.objective import FSPOBand
 
@@ -140,16 +137,15 @@ def _render(runs: Sequence[ComparedRun]) -> str:
     every = [figures(run.data) for run in runs]
     curves = [_by_length(run) for run in runs]
     rows = [(name, [one[name] for one in every]) for name in every[0]]
-    return template(Path(__file__).with_name("compare.html")).render(
+    return render_page(
+        Path(__file__).with_name("compare.html"),
+        dict(_pictures(runs, curves)),
         runs=runs,
         sentences=list(sentences(curves)),
         colours=[style_of(position)[0] for position in range(len(runs))],
         rows=[(name, values) for name, values in rows if set(values) != {ABSENT}],
         differences=differences([run.data.config for run in runs]),
-        # Ours, and without any text of the user's.
-        svgs={name: Markup(svg) for name, svg in _pictures(runs, curves)},
         smoothing=max(smoothing_window(len(run.data.steps)) for run in runs),
-        version=__version__,
     )
 
 
