@@ -175,7 +175,7 @@ def explanation_of(dump: Dump, losses: Sequence[PolicyLossConfig], rate: float |
 def _of_loss(
     loss: PolicyLossConfig, dump: Dump, decided: Decisions, by_noise: Tensor, bins: Tensor
 ) -> OfLoss:
-    """``by_noise`` [a multiple of N] bool: outside, of the responses of ``noise_alone``."""
+    """Return the figures of a loss; ``by_noise`` [a multiple of N] bool: outside, of ``noise_alone``."""
     counts, judged = ~decided.dropped, ~decided.dropped & (dump.advantages != 0)
     noisy = by_noise.double().view(-1, len(dump)).mean(0)
     clipped, lengths = decided.clipped > 0, dump.lengths

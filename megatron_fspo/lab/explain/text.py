@@ -59,7 +59,7 @@ def as_json(explanation: Explanation) -> dict[str, Any]:
 
 
 def fates(explanation: Explanation) -> Iterator[str]:
-    """A line of JSON for each response: its row, L, S, A, and its fate with each loss."""
+    """Yield a line of JSON for each response: its row, L, S, A, and its fate with each loss."""
     dump = explanation.dump
     columns = {"row": dump.rows, "length": dump.lengths, "log_ratio_sum": dump.log_ratio_sum}
     tensors = [*columns.values(), dump.advantages]
@@ -71,7 +71,7 @@ def fates(explanation: Explanation) -> Iterator[str]:
 
 
 def losses_table(losses: Sequence[OfLoss]) -> Table:
-    """The figures of each loss over all responses."""
+    """Return the figures of each loss over all responses."""
     within = [one.lre_within_update for one in losses if one.lre_within_update is not None]
     return by_column(
         {
@@ -98,7 +98,7 @@ def _lre(error: LengthReweightingError) -> str:
 
 
 def bins_table(explanation: Explanation, losses: Sequence[OfLoss]) -> Table:
-    """The figures of each loss by length."""
+    """Return the figures of each loss by length."""
     bins = explanation.bins
     spans = ["–".join(map(str, dict.fromkeys((one.low, one.high)))) for one in bins]
     flips: dict[str, list[str]] = {}
@@ -116,7 +116,7 @@ def bins_table(explanation: Explanation, losses: Sequence[OfLoss]) -> Table:
 
 
 def fates_table(explanation: Explanation) -> Table:
-    """The responses that change fate between two losses."""
+    """Return the responses that change fate between two losses."""
     pairs = explanation.disagreements
     return by_column(
         {
@@ -133,7 +133,7 @@ def fates_table(explanation: Explanation) -> Table:
 
 
 def render(explanation: Explanation) -> str:
-    """The text for the console."""
+    """Return the text for the console."""
     given, matched = explanation.given, explanation.matched
     limits = "at this rate" if matched else "with the limits given"
     title = "with the limits given; clipped: of responses with an advantage; ESS of the importance weights"
@@ -149,7 +149,7 @@ def render(explanation: Explanation) -> str:
 
 
 def sentences(explanation: Explanation) -> Iterator[str]:
-    """The findings in sentences, in the order of the tables."""
+    """Yield the findings in sentences, in the order of the tables."""
     yield _dump(explanation)
     if explanation.parts is not None:
         yield _parts(explanation.parts)
@@ -166,7 +166,7 @@ def sentences(explanation: Explanation) -> Iterator[str]:
 
 
 def limits_of(limits: dict[str, float]) -> str:
-    """``c_low = 0.03, c_high = 0.03``."""
+    """Return ``c_low = 0.03, c_high = 0.03``."""
     return ", ".join(f"{name} = {value:.3g}" for name, value in limits.items())
 
 

@@ -76,7 +76,7 @@ def write_report(folder: Path) -> Path:
 
 
 def render_report(folder: Path) -> str:
-    """The page, from what a run has left in its folder so far.
+    """Return the page, from what a run has left in its folder so far.
 
     Raises:
         InputError: the folder holds no run, or one without any step.
@@ -146,7 +146,7 @@ def _learning(history: History) -> dict[str, str]:
 
 
 def _metrics(data: RunData) -> dict[str, str]:
-    """The pictures of ``_CURVES``, as far as the run has their metrics."""
+    """Return the pictures of ``_CURVES``, as far as the run has their metrics."""
     lines: dict[str, list[Line]] = {}
     for picture, metric, label, colour, style in _CURVES:
         if series := data.history.series(metric):

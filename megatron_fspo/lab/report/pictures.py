@@ -41,7 +41,7 @@ _MARKERS = "osD^vPX"
 
 @picture(4.6, 2.9)
 def curves(figure: Figure, lines: Sequence[Line], y_label: str, *, share: bool = False) -> None:
-    """Metrics over the steps; a share from 0 and in percent."""
+    """Draw the metrics over the steps; a share from 0 and in percent."""
     axes = figure.subplots()
     over_steps(axes, lines, y_label)
     if share:
@@ -50,7 +50,7 @@ def curves(figure: Figure, lines: Sequence[Line], y_label: str, *, share: bool =
 
 @picture(4.6, 2.9)
 def response_length(figure: Figure, mean: Series, low: Series, high: Series, cut: Series) -> None:
-    """Mean with the band from the shortest to the longest, and below it the share cut at the limit."""
+    """Draw the mean, the band from the shortest to the longest, and below it the share cut at the limit."""
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2.6, 1])
     # At most 300 steps: the extremes of each stretch.
     count = len(low)
@@ -67,7 +67,7 @@ def response_length(figure: Figure, mean: Series, low: Series, high: Series, cut
 
 @picture(4.6, 2.9)
 def rates_by(figure: Figure, bins: Sequence[BinRates], overall: BinRates, x_label: str) -> None:
-    """Both clip rates per bin with 95% intervals, and of all records as lines."""
+    """Draw both clip rates per bin with 95% intervals, and of all records as lines."""
     axes = figure.subplots()
     for shift, share, of, colour, marker, label in (
         (-0.1, "out_of_band", "records", BLUE, "o", "outside"),
@@ -91,8 +91,8 @@ def rates_by(figure: Figure, bins: Sequence[BinRates], overall: BinRates, x_labe
 
 @picture(4.6, 2.9)
 def length_error(figure: Figure, lines: Sequence[Line], pooled: LengthReweightingError) -> None:
-    """LRE per step against its null floor; beside it that over all records, with its bootstrap interval and
-    the null floor of so many."""
+    """Draw LRE per step against its null floor; beside it that over all records, with its bootstrap interval
+    and the null floor of so many."""
     if not np.isfinite(pooled.mean):
         over_steps(figure.subplots(), lines, "LRE")
         figure.axes[0].set_ylim(bottom=0)
@@ -107,7 +107,7 @@ def length_error(figure: Figure, lines: Sequence[Line], pooled: LengthReweightin
 
 
 def _pooled_error(axes: Axes, at: float, pooled: LengthReweightingError, colour: str) -> None:
-    """A pooled LRE with its interval at this x, and its own null floor as a dashed line across it."""
+    """Draw a pooled LRE with its interval at this x, and its own null floor as a dashed line across it."""
     low, high = pooled.mean_interval
     reach = [[max(pooled.mean - low, 0.0)], [max(high - pooled.mean, 0.0)]]
     axes.errorbar(
@@ -123,7 +123,7 @@ def beyond(records: Records, band: ClipBand | None) -> Array:
 
 @picture(4.6, 2.9)
 def scatter(figure: Figure, records: Records, band: ClipBand | None) -> None:
-    """S against √L with the band; what lies outside the picture is a triangle at its edge."""
+    """Draw S against √L with the band; what lies outside the picture is a triangle at its edge."""
     axes = figure.subplots()
     limit = _scatter_limit(records, band)
     for rows, label, colour in (
@@ -158,7 +158,7 @@ def scatter(figure: Figure, records: Records, band: ClipBand | None) -> None:
 
 
 def _scatter_limit(records: Records, band: ClipBand | None) -> float:
-    """Largest |S| in the picture: 95% of the records, and the whole band with a margin."""
+    """Return the largest |S| in the picture: 95% of the records, and the whole band with a margin."""
     if not len(records):
         return 1.0
     robust = float(np.quantile(np.abs(records.log_ratio_sum), 0.95))
@@ -181,7 +181,7 @@ def small(figure: Figure, lines: Sequence[Line], y_label: str) -> None:
 
 @picture(3.0, 2.1)
 def exponent(figure: Figure, lines: Sequence[Line], measured: Exponent | None) -> None:
-    """The exponent of S: fitted step by step, that of the band, and over all steps with its interval."""
+    """Draw the exponent of S: fitted step by step, that of the band, and over all steps with its interval."""
     axes = figure.subplots()
     if measured is not None:
         axes.axhspan(*measured.interval, color=GREEN, alpha=0.25, lw=0)
@@ -193,7 +193,7 @@ def exponent(figure: Figure, lines: Sequence[Line], measured: Exponent | None) -
 
 @picture(3.0, 2.1)
 def expert_load(figure: Figure, load: Array) -> None:
-    """Tokens of each expert [layers, experts] over the even load of its layer."""
+    """Draw tokens of each expert [layers, experts] over the even load of its layer."""
     axes = figure.subplots()
     even = load / np.maximum(load.mean(1, keepdims=True), 1e-9)
     # Pixels: a large model has thousands of experts.
@@ -218,15 +218,15 @@ class LengthCurve:
 
 
 def style_of(position: int) -> tuple[str, str, str]:
-    """Colour, style of line and marker of the run at this position."""
+    """Return the colour, style of line and marker of the run at this position."""
     style = _STYLES[position // len(COLOURS) % len(_STYLES)]
     return COLOURS[position % len(COLOURS)], style, _MARKERS[position % len(_MARKERS)]
 
 
 @picture(4.6, 2.9)
 def evaluations(figure: Figure, runs: Sequence[tuple[int, str, Sequence[Series]]]) -> None:
-    """Accuracy over the steps, with intervals where there are any. Of each run: its position among those that
-    are compared, its label, and accuracy with the ends of its interval."""
+    """Draw accuracy over the steps, with intervals where there are any. Of each run: its position among those
+    that are compared, its label, and accuracy with the ends of its interval."""
     axes = figure.subplots()
     span = max(series[0].steps.max() - series[0].steps.min() for _, _, series in runs) or 1
     for position, label, (accuracy, low, high) in runs:
@@ -274,7 +274,7 @@ def by_length(figure: Figure, runs: Sequence[LengthCurve], *, relative: bool = F
 
 @picture(4.6, 2.9)
 def length_errors(figure: Figure, errors: Sequence[tuple[str, LengthReweightingError]]) -> None:
-    """The pooled LRE of every run, by its label, with its interval, on its own null floor."""
+    """Draw the pooled LRE of every run, by its label, with its interval, on its own null floor."""
     axes = figure.subplots()
     for position, (_, error) in enumerate(errors):
         if np.isfinite(error.mean):

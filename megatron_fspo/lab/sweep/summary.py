@@ -54,7 +54,7 @@ _STEPS = 5
 
 
 def mean_over_seeds(values: Sequence[float]) -> dict[str, float]:
-    """``value``, the mean of one value a seed, and ``half_width`` of its 95% t interval, NaN for one seed."""
+    """Return ``value``, the mean over seeds, and ``half_width`` of its 95% t interval, NaN for one seed."""
     return {"value": fmean(values), "half_width": t_half_width(values)}
 
 
@@ -85,7 +85,7 @@ def _in_all(runs: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def compared(sweep: Sweep, run: Planned) -> Records:
-    """The records of a run behind its figures of clipping."""
+    """Return the records of a run behind its figures of clipping."""
     folder = sweep.folder / run.name
     if sweep.match is None:
         return steady(read_records(folder), History(folder))
@@ -94,7 +94,7 @@ def compared(sweep: Sweep, run: Planned) -> Records:
 
 
 def figures(folder: Path, records: Records) -> dict[str, Any]:
-    """The figures of one run; those of clipping are over ``records``."""
+    """Return the figures of one run; those of clipping are over ``records``."""
     history = History(folder)
     reward, length = history.series("critic/rewards/mean"), history.series("response_length/mean")
     lre, rates, signed = pooled_lre(records), overall_rates(records), signed_errors(records)
@@ -148,7 +148,7 @@ def figures(folder: Path, records: Records) -> dict[str, Any]:
 
 
 def table(summary: Mapping[str, Any], match: str | None) -> str:
-    """The arms as Markdown, means over seeds with the half width of their 95% interval."""
+    """Return the arms as Markdown, means over seeds with the half width of their 95% interval."""
     names = [name for name in COLUMNS if any(name in arm for arm in summary["arms"].values())]
     rows = [
         [arm, *(_cell(means[name]) if name in means else "–" for name in names)]
@@ -163,7 +163,7 @@ def table(summary: Mapping[str, Any], match: str | None) -> str:
 
 
 def as_json(summary: Mapping[str, Any]) -> str:
-    """The summary with null where there is no number."""
+    """Return the summary with null where there is no number."""
     return json.dumps(plain(summary), indent=1) + "\n"
 
 

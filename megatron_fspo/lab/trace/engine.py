@@ -59,7 +59,7 @@ def install(watch: Watch) -> None:
 
 
 def is_there() -> bool:
-    """True if Transformer Engine's Python is installed."""
+    """Return True if Transformer Engine's Python is installed."""
     return PathFinder.find_spec("transformer_engine") is not None
 
 
@@ -127,7 +127,7 @@ def _quantize(x: Tensor, quantizer: Any, out: Any = None, noop: Any = None) -> A
 
 
 def _empty_quantized(quantizer: Any, shape: list[int], dtype: torch.dtype, device: Any, *_: Any) -> Any:
-    """A tensor in FP8: of each way in which it is read the values, a byte each, and their scales."""
+    """Return a tensor in FP8: of each way in which it is read the values, a byte each, and their scales."""
     from transformer_engine.pytorch import tensor as kinds
 
     def empty(size: Any, dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -174,7 +174,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float, out: Any, quantizer: Any, dtype
 
 def _gemm(watch: Watch) -> Callable[..., Any]:
     def generic_gemm(*args: Any, extra_output: Tensor | None = None, **more: Any) -> list[Any]:
-        """op(b) op(a), as cuBLAS names it."""
+        """Return op(b) op(a), as cuBLAS names it."""
         a, transpose_a, b, transpose_b, out, _, out_dtype, bias, _, _, _, grad, *_ = args
         first, second = a.size(), b.size()
         rows_a, rows_b = first[:-1].numel(), second[:-1].numel()
@@ -194,7 +194,7 @@ def _grouped_gemm(watch: Watch) -> Callable[..., Any]:
     def te_general_grouped_gemm(
         a: Sequence[Tensor], transpose_a: bool, b: Sequence[Tensor], transpose_b: bool, *args: Any
     ) -> Any:
-        """A product for each expert, into tensors that are there."""
+        """Return a product for each expert, into tensors that are there."""
         for first, second in zip(a, b, strict=True):
             rows_a, rows_b = first.size()[:-1].numel(), second.size()[:-1].numel()
             inner, columns = (first.size()[-1], rows_a) if transpose_a else (rows_a, first.size()[-1])

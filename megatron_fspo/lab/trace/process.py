@@ -100,7 +100,7 @@ def _count_head() -> None:
 
 
 def _as_json(seen: Trace) -> dict[str, Any]:
-    """A trace as JSON types."""
+    """Return a trace as JSON types."""
     return {
         "syncs": [asdict(key) | {"count": n} for key, n in sorted(seen.syncs.items(), key=str)],
         "collectives": [
