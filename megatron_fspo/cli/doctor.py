@@ -174,24 +174,29 @@ def nccl_problems(version: str) -> list[str]:
 
 
 def render(findings: dict[str, Any]) -> str:
-    lines = [f"python {findings['python']}", "", "installed"]
-    lines += [f"  {name:<20} {version or '-'}" for name, version in findings["packages"].items()]
-    lines.append(f"  {'GPUs':<20} {', '.join(findings['gpus']) or '-'}")
-    if findings["required"]:
-        lines += ["", "missing for any run: run `pip install -e .` in a checkout of megatron_fspo"]
-        lines += [f"  - {name}" for name in findings["required"]]
-    if findings["use"]:
-        lines += ["", "a run here uses"]
-    lines += [
-        f"  {name:<20} {', '.join(value) or '-' if isinstance(value, list) else value}"
-        for name, value in findings["use"].items()
+    """Return the findings as text."""
+
+    def block(title: str, rows: dict[str, Any]) -> list[str]:
+        texts = {name: ", ".join(value) if isinstance(value, list) else value for name, value in rows.items()}
+        return ["", title, *(f"  {name:<20} {text or '-'}" for name, text in texts.items())] if rows else []
+
+    def listed(title: str, items: list[str]) -> list[str]:
+        return ["", title, *(f"  - {item}" for item in items)] if items else []
+
+    lines = [
+        f"python {findings['python']}",
+        *block("installed", findings["packages"] | {"GPUs": findings["gpus"]}),
+        *listed(
+            "missing for any run: run `pip install -e .` in a checkout of megatron_fspo", findings["required"]
+        ),
+        *block("a run here uses", findings["use"]),
+        *block("where a job listens", findings["ports"]),
+        *block("Transformer Engine here", findings["transformer engine"]),
+        *(
+            listed("missing for a run on GPUs", findings["missing"])
+            or ["", "missing for a run on GPUs", "  nothing"]
+        ),
     ]
-    lines += ["", "where a job listens", *(f"  {name:<20} {at}" for name, at in findings["ports"].items())]
-    if findings["transformer engine"]:
-        lines += ["", "Transformer Engine here"]
-        lines += [f"  {name:<20} {value}" for name, value in findings["transformer engine"].items()]
-    lines += ["", "missing for a run on GPUs"]
-    lines += [f"  - {item}" for item in findings["missing"]] or ["  nothing"]
     return "\n".join(lines)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_fspo.cli.command import JSON, argument, command, launcher
 from megatron_fspo.cli.console import import_megatron, progress_bar
 from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.evaluation.tables import columns
 from megatron_fspo.weights import (
     Architecture,
     Difference,
@@ -202,10 +203,7 @@ def _score_as_rank(folder: str, sequences: list[list[int]], layout: str, dtype: 
 
 
 def _table(rows: Sequence[dict[str, Any]], tolerance: float) -> str:
-    width = max(len(row["name"]) for row in rows)
-    lines = [f"{'log-probs of ' + str(sum(LENGTHS) - len(LENGTHS)) + ' tokens':{width}}  max |Δ|  mean |Δ|"]
-    lines += [f"{row['name']:{width}}  {row['max']:.1e}  {row['mean']:.1e}" for row in rows]
-    worst = max(row["max"] for row in rows)
-    return "\n".join(
-        [*lines, f"{'within' if worst <= tolerance else 'beyond'} the tolerance of {tolerance:g}"]
-    )
+    head = [f"log-probs of {sum(LENGTHS) - len(LENGTHS)} tokens", "max |Δ|", "mean |Δ|"]
+    lines = columns(head, [(row["name"], f"{row['max']:.1e}", f"{row['mean']:.1e}") for row in rows])
+    met = "within" if max(row["max"] for row in rows) <= tolerance else "beyond"
+    return "\n".join([*lines, f"{met} the tolerance of {tolerance:g}"])

@@ -129,13 +129,12 @@ def examine(folder: Path) -> RunStatus:
         now = now_there(folder)
     except OSError:  # nothing may be written there: our own clock
         now = time.time()
-    steps = None
+    steps, config = None, folder / "config.toml"
     with suppress(FileNotFoundError):
         try:
-            steps = int(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["run"]["steps"])
+            steps = int(tomllib.loads(config.read_text(encoding="utf-8"))["run"]["steps"])
         except (ValueError, KeyError, TypeError) as error:
-            wrong = f"{folder / 'config.toml'} is not the configuration of a run: {error}"
-            raise InputError(wrong) from None
+            raise InputError(f"{config} is not the configuration of a run: {error}") from None
     alive = owner.lives() if owner is not None else None
     if locked and alive is None:
         alive = now - refreshed(folder / LOCK) < STALE_SECONDS

@@ -36,19 +36,12 @@ _STYLE: Any = {  # the type of its keys is another one in each matplotlib
     "svg.hashsalt": "megatron_fspo",  # the same run gives the same file
     "font.size": 9.5,
     "axes.titlesize": 9.5,
-    "text.color": TEXT,
-    "axes.edgecolor": AXIS,
-    "axes.labelcolor": TEXT,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), TEXT),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), AXIS),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
+    **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
     "grid.color": GRID,
     "grid.linewidth": 0.7,
-    "xtick.color": AXIS,
-    "ytick.color": AXIS,
-    "xtick.labelcolor": TEXT,
-    "ytick.labelcolor": TEXT,
     "legend.fontsize": 8.5,
     "legend.frameon": False,
     "legend.handlelength": 1.4,
@@ -128,8 +121,7 @@ def over_steps(axes: Axes, lines: Sequence[Line], y_label: str, x_label: str = "
     setting level, and upright where it changes."""
     for line in lines:
         _curve(axes, line)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
+    axes.set(xlabel=x_label, ylabel=y_label)
     step_ticks(axes)
     legend(axes)
 
@@ -149,8 +141,7 @@ def length_axis(axes: Axes) -> None:
 def share_axis(axes: Axes, label: str, top: float | None = None) -> None:
     """Show shares from 0 along y, in percent."""
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_ylim(0, top)
-    axes.set_ylabel(label)
+    axes.set(ylim=(0, top), ylabel=label)
 
 
 def _curve(axes: Axes, line: Line) -> None:

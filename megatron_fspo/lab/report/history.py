@@ -143,15 +143,8 @@ def read_records(folder: Path) -> Records:
     A file above 32 MiB (500 steps with 1,024 sequences each) is read in part: so many bytes of steps, evenly
     over the run, the last step among them.
     """
-    types = {
-        "step": np.int64,
-        "update": np.int64,
-        "prompt": np.int64,
-        "length": np.int64,
-        "turns": np.int64,
-        "clipped": np.bool_,
-        "out_of_band": np.bool_,
-    }
+    types: dict[str, type] = dict.fromkeys(("step", "update", "prompt", "length", "turns"), np.int64)
+    types |= dict.fromkeys(("clipped", "out_of_band"), np.bool_)
     columns: dict[str, list[Array]] = {
         field.name: [np.zeros(0, types.get(field.name, np.float64))] for field in fields(Records)
     }

@@ -77,11 +77,7 @@ def matched_loss(config: Config, records: Records) -> dict[str, Any]:
 
 class _Processes:
     def __init__(
-        self,
-        sweep: Sweep,
-        say: Callable[[str], None],
-        total: int,
-        programs: Mapping[str, Sequence[str]],
+        self, sweep: Sweep, say: Callable[[str], None], total: int, programs: Mapping[str, Sequence[str]]
     ) -> None:
         self._sweep, self._say, self._total, self._programs = sweep, say, total, programs
         self._done, self._made, self._began = 0, 0, time.monotonic()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -67,8 +68,7 @@ def summarize(sweep: Sweep) -> dict[str, Any]:
     ]
     by_arm: dict[str, list[dict[str, float]]] = {arm: [] for arm in sweep.arms}
     for run in runs:
-        numbers = {k: v for k, v in run.items() if isinstance(v, float) and math.isfinite(v)}
-        by_arm[run["arm"]].append(numbers)
+        by_arm[run["arm"]].append({k: v for k, v in run.items() if isinstance(v, float) and math.isfinite(v)})
     arms = {
         arm: {name: mean_over_seeds([run[name] for run in mine]) for name in _in_all(mine)}
         for arm, mine in by_arm.items()
@@ -118,17 +118,7 @@ def figures(folder: Path, records: Records) -> dict[str, Any]:
         "lre_null": lre.null_mean,
         "lre_max_null": lre.null_max,
         "ess": rates.ess,
-        "by_length": [
-            {
-                "low": one.low,
-                "high": one.high,
-                "records": one.records,
-                "out_of_band": one.out_of_band,
-                "judged": one.judged,
-                "clipped": one.clipped,
-            }
-            for one in clip_rates(records)
-        ],
+        "by_length": [asdict(one) for one in clip_rates(records)],
         "exponent": history.series("fspo/exponent").last(1),
         "reward_first": reward.first(_STEPS),
         "reward_last": reward.last(_STEPS),

@@ -83,7 +83,9 @@ def _kernels(watch: Watch) -> dict[str, Callable[..., Any]]:
         ],
         "bgrad_quantize": lambda x, quantizer: (x.new_empty(x.shape[-1]), _quantize(x, quantizer)),
         "dequantize": lambda x, dtype: torch.empty(x.size(), dtype=_dtype(dtype, x.dtype), device="cuda"),
-        "fp8_transpose": lambda x, dtype, out=None: _transposed(x) if out is None else out,
+        "fp8_transpose": lambda x, dtype, out=None: (
+            x.new_empty(x.shape[-1], *x.shape[:-1]) if out is None else out
+        ),
         "swap_first_dims": lambda x, out=None: (
             x.new_empty(x.shape[1], x.shape[0], *x.shape[2:]) if out is None else out
         ),
@@ -133,7 +135,7 @@ def _empty_quantized(quantizer: Any, shape: list[int], dtype: torch.dtype, devic
     def empty(size: Any, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
-    kind, ways = type(quantizer).__name__, {"rowwise": False, "columnwise": True}
+    kind = type(quantizer).__name__
     parts: dict[str, Any] = {"fp8_dtype": quantizer.dtype, "quantizer": quantizer}
     if kind in ("Float8Quantizer", "Float8CurrentScalingQuantizer"):
         name = "Float8Tensor"
@@ -147,7 +149,7 @@ def _empty_quantized(quantizer: Any, shape: list[int], dtype: torch.dtype, devic
             parts["is_2D_scaled"] = quantizer.block_scaling_dim == 2
         else:
             parts["with_gemm_swizzled_scales"] = False
-        for way, columnwise in ways.items():
+        for way, columnwise in (("rowwise", False), ("columnwise", True)):
             used = getattr(quantizer, f"{way}_usage")
             values = quantizer.get_columnwise_shape(shape) if blocks and columnwise else shape
             scales = quantizer.get_scale_shape(shape, columnwise)
@@ -158,10 +160,6 @@ def _empty_quantized(quantizer: Any, shape: list[int], dtype: torch.dtype, devic
     if quantizer.internal:
         return getattr(kinds, f"{name}Storage")(**parts, fake_dtype=dtype)
     return getattr(kinds, name)(shape=shape, dtype=dtype, device=device, **parts)
-
-
-def _transposed(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[-1], *x.shape[:-1])
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any, *_: Any) -> list[Any]:
