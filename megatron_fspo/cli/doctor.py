@@ -108,12 +108,9 @@ def examine(config: Config | None = None) -> dict[str, Any]:
             "NVIDIA apex: the installed package `apex` has no CUDA kernels (on PyPI that name is another "
             "project). Uninstall it; Transformer Engine has all that a run needs"
         )
-    extras = {extra: absent(extra) for extra in _MODULES if extra}
-    missing += [
-        f"optional: {', '.join(names)}: `pip install -e '.[{extra}]'`"
-        for extra, names in extras.items()
-        if names
-    ]
+    for extra in filter(None, _MODULES):
+        if names := absent(extra):
+            missing.append(f"optional: {', '.join(names)}: `pip install -e '.[{extra}]'`")
     if not findings["packages"]["vllm"]:
         missing.append("optional: vllm, in a separate environment, for rollout.engine = vllm")
     if torch.distributed.is_nccl_available():
@@ -148,16 +145,14 @@ def _engine(config: Config | None) -> dict[str, str]:
         from megatron_fspo.weights import read_architecture
 
         arch, tensor = read_architecture(config.model.checkpoint), config.parallel.tensor
-        name, shapes = (
-            "the run",
-            {
-                "num_heads": arch.num_heads // tensor,
-                "num_kv_heads": max(arch.num_kv_heads // tensor, 1),
-                "head_dim": arch.head_dim,
-                "max_tokens": config.data.max_prompt_tokens + config.rollout.max_response_tokens,
-                "context": config.parallel.context,
-            },
-        )
+        name = "the run"
+        shapes = {
+            "num_heads": arch.num_heads // tensor,
+            "num_kv_heads": max(arch.num_kv_heads // tensor, 1),
+            "head_dim": arch.head_dim,
+            "max_tokens": config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+            "context": config.parallel.context,
+        }
     return {**facts, f"attention of {name}": engine.attention_backend(**shapes)}
 
 

@@ -152,10 +152,9 @@ def _spread(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
         axes.plot(at, [sigma * n**0.5 for n in at], color=colour, lw=1.4, label=_label(one))
         axes.plot(at, [drift * n for n in at], color=colour, lw=1, ls="--")
     length_axis(axes)
-    axes.set_yscale("log")
+    axes.set(yscale="log", ylabel="nats: spread, drift (dashed)")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_ylabel("nats: spread, drift (dashed)")
     legend(axes, columns=2)
 
 

@@ -112,19 +112,18 @@ def phases(history: History) -> list[TimeShare]:
     if not len(steps):
         return []
 
-    def means(names: Mapping[str, str]) -> dict[str, float]:
-        return {
-            words: history.series(f"timing_s/{name}").total() / len(steps) for name, words in names.items()
-        }
+    def mean(name: str) -> float:
+        return history.series(f"timing_s/{name}").total() / len(steps)
 
-    inside, between = means(PHASES), means(_BETWEEN)
+    seconds = {words: mean(name) for name, words in PHASES.items()}
     # Packing, sums over ranks, logging.
-    inside["the rest"] = max(steps.total() / len(steps) - sum(inside.values()), 0.0)
-    every = inside | between
+    seconds["the rest"] = max(mean("step") - sum(seconds.values()), 0.0)
+    seconds |= {words: mean(name) for name, words in _BETWEEN.items()}
+    whole = sum(seconds.values())
     return [
-        TimeShare(name=words, seconds=mean, share=mean / sum(every.values()), between=words in between)
-        for words, mean in every.items()
-        if mean > 0
+        TimeShare(name=words, seconds=spent, share=spent / whole, between=words in _BETWEEN.values())
+        for words, spent in seconds.items()
+        if spent > 0
     ]
 
 
