@@ -22,18 +22,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         try:
-            return _main(words)
-        except KeyboardInterrupt:  # before the command started
-            print("megatron-fspo: interrupted", file=sys.stderr)
-            return 130
+            return exit_status(lambda: _main(words), "megatron-fspo")
         except ModuleNotFoundError as error:
-            if not doctor.is_required(error.name):
+            if (problem := doctor.missing_package(error.name)) is None:
                 raise
             if words[:1] == ["doctor"] and "verl" not in words:
                 findings = doctor.examine()
                 print(json.dumps(findings) if "--json" in words else doctor.render(findings))
                 return 0
-            print(f"megatron-fspo: {doctor.what_is_required(error.name)}", file=sys.stderr)
+            print(f"megatron-fspo: {problem}", file=sys.stderr)
             return 2
         finally:
             sys.stdout.flush()
@@ -54,29 +51,34 @@ def _main(words: list[str]) -> int:
     # `verify` accepts configuration keys only with --config.
     if rest and not (args.keys and args.config if args.command == "verify" else args.keys):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    return exit_status(lambda: int(args.run(args, rest)), "megatron-fspo")
+    return int(args.run(args, rest))
 
 
 def make_parser() -> OneLineParser:
     """Return the parser of the whole command line; its result has the command's function as ``run``."""
     from megatron_fspo import __version__
-    from megatron_fspo.cli import convert, evaluate, init, lab, tools, train
+    from megatron_fspo.cli import convert, evaluate, init, lab, tools, train, verify_checkpoint
 
     parser = OneLineParser(prog="megatron-fspo", description="FSPO for LLMs on Megatron-Core.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    init.add_init(commands)
-    train.add_train(commands)
-    lab.add_plan(commands)
-    tools.add_verify(commands)
-    lab.add_calibrate(commands)
-    evaluate.add_evaluate(commands)
-    lab.add_explain(commands)
-    lab.add_sweep(commands)
-    tools.add_data(commands)
-    convert.add_convert(commands)
-    tools.add_serve(commands)
-    tools.add_status(commands)
-    lab.add_report(commands)
-    tools.add_doctor(commands)
+    for one in (
+        init.init,
+        train.train,
+        lab.plan,
+        tools.verify,
+        lab.calibrate,
+        evaluate.evaluate,
+        lab.explain,
+        lab.sweep,
+    ):
+        one.add_to(commands)
+    data = commands.add_parser("data", help="check data files")
+    tools.check.add_to(data.add_subparsers(dest="action", required=True))
+    between = commands.add_parser("convert", help="convert or compare Hugging Face and Megatron checkpoints")
+    actions = between.add_subparsers(dest="action", required=True)
+    for one in (convert.hf_to_megatron, convert.megatron_to_hf, verify_checkpoint.verify):
+        one.add_to(actions)
+    for one in (tools.serve, tools.status, lab.report, tools.doctor):
+        one.add_to(commands)
     return parser

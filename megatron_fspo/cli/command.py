@@ -1,68 +1,94 @@
-"""Declares commands and their common flags, and starts ranks.
-
-A command is a pair of functions. ``add_<name>`` declares its arguments; its ``run`` function gets these and
-the overrides (``--section.key value``), checks them before slow imports, and returns the exit status.
-"""
+"""Declares commands and their arguments, and starts ranks."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from megatron_fspo.cli.console import OneLineParser
 from megatron_fspo.errors import InputError
 
 Commands: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
 Run = Callable[[argparse.Namespace, list[str]], int]
+Argument = Callable[[argparse._ActionsContainer], object]
+"""Adds itself to a parser."""
 SHUTDOWN_SECONDS = "1800"
 """Time from SIGTERM to SIGKILL; TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it."""
 
 
-def add(
-    commands: Commands,
-    name: str,
-    run: Run,
-    text: str,
-    description: str | None = None,
-    *,
-    epilog: str | None = None,
-    keys: bool = False,
-) -> OneLineParser:
-    """Declare a command and return its parser.
+@dataclass(frozen=True)
+class Command:
+    """A row in the table of commands."""
 
-    ``run`` is its function, ``text`` its line in the list of commands. ``description`` and ``epilog`` are its
-    own help, not re-wrapped if the description has several lines. With ``keys`` it accepts overrides.
-    """
-    raw = description is not None and "\n" in description
-    parser = commands.add_parser(
-        name,
-        help=text,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter if raw else argparse.HelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=run, keys=keys)
-    return parser
+    text: str
+    """Its line in the list of commands."""
+    arguments: tuple[Argument, ...]
+    keys: bool
+    """Whether it accepts overrides of configuration keys."""
+    epilog: str | None
+    run: Run
+    """Gets the arguments and the overrides (``--section.key value``), checks them before slow imports, and
+    returns the exit status. Its name is that of the command, its docstring the help."""
+
+    def add_to(self, commands: Commands) -> None:
+        """Add the parser of this command."""
+        parser = commands.add_parser(
+            self.run.__name__.replace("_", "-"),
+            help=self.text,
+            description=inspect.getdoc(self.run),
+            epilog=self.epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        parser.set_defaults(run=self.run, keys=self.keys)
+        for add in self.arguments:
+            add(parser)
 
 
-def add_config(parser: OneLineParser, text: str = "configuration (TOML)", *, required: bool = False) -> None:
-    """Declare ``--config``, which may be repeated."""
+def command(
+    text: str, *arguments: Argument, keys: bool = False, epilog: str | None = None
+) -> Callable[[Run], Command]:
+    """Make a function a command; the fields of :class:`Command` say what the arguments are."""
+    return lambda run: Command(text, arguments, keys, epilog, run)
+
+
+def argument(words: str, text: str, kind: Any = None, default: Any = None, **more: Any) -> Argument:
+    """Return an argument that is written as in ``words``: ``--flag METAVAR``, or ``name METAVAR`` by place.
+    A flag without METAVAR and choices is a switch. The help names the default; ``more`` is for argparse."""
+    name, _, metavar = words.partition(" ")
+    if not metavar and name.startswith("--") and "choices" not in more:
+        return lambda parser: parser.add_argument(name, help=text, action="store_true")
+    if default is not None and "nargs" not in more and "default" not in text:
+        text += f" (default {default})"
+    how = {"metavar": metavar or None, "type": kind, "default": default, **more}
+    return lambda parser: parser.add_argument(name, help=text, **how)
+
+
+def either(*arguments: Argument) -> Argument:
+    """Return arguments that exclude each other."""
+
+    def add(parser: argparse._ActionsContainer) -> None:
+        group = parser.add_mutually_exclusive_group()
+        for one in arguments:
+            one(group)
+
+    return add
+
+
+def config_files(text: str = "configuration (TOML)", *, required: bool = False) -> Argument:
+    """Return ``--config``, which may be repeated."""
     text = f"{text}; may be repeated: later files override keys of earlier ones"
-    parser.add_argument("--config", type=Path, action="append", required=required, metavar="FILE", help=text)
+    return argument("--config FILE", text, Path, action="append", required=required)
 
 
-def add_nproc(parser: OneLineParser) -> None:
-    text = "number of processes to start on this machine with torchrun (default 1)"
-    parser.add_argument("--nproc", type=int, default=1, metavar="N", help=text)
-
-
-def add_json(parser: OneLineParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON line")
+NPROC = argument("--nproc N", "number of processes to start on this machine with torchrun", int, 1)
+JSON = argument("--json", "print one JSON line")
 
 
 def world_size(args: argparse.Namespace) -> int:

@@ -37,19 +37,14 @@ _PORTS = {
 }
 
 
-def is_required(module: str | None) -> bool:
-    """Return True if the module belongs to a dependency of ours, required or of an extra."""
-    return any(_top(module) in modules.values() for modules in _MODULES.values())
-
-
-def what_is_required(module: str | None) -> str:
-    """Return the error message, one line, for a missing module of a dependency."""
-    extra, name = next(
-        (extra, name)
-        for extra, modules in _MODULES.items()
-        for name, own in modules.items()
-        if own == _top(module)
-    )
+def missing_package(module: str | None) -> str | None:
+    """Return the error message, one line, for a missing module of a dependency of ours, required or of an
+    extra; None for any other module."""
+    top = (module or "").partition(".")[0]
+    found = [(x, name) for x, modules in _MODULES.items() for name, own in modules.items() if own == top]
+    if not found:
+        return None
+    extra, name = found[0]
     if extra:
         return (
             f"this needs the Python package {name} of the extra {extra}: `pip install -e '.[{extra}]'` in a "
@@ -66,10 +61,6 @@ def what_is_required(module: str | None) -> str:
 def absent(extra: str = "") -> list[str]:
     """Return the packages of an extra, or required ones, that are not installed."""
     return [name for name, module in _MODULES[extra].items() if not _importable(module)]
-
-
-def _top(module: str | None) -> str:
-    return (module or "").partition(".")[0]
 
 
 def examine(config: Config | None = None) -> dict[str, Any]:
@@ -117,12 +108,9 @@ def examine(config: Config | None = None) -> dict[str, Any]:
             "NVIDIA apex: the installed package `apex` has no CUDA kernels (on PyPI that name is another "
             "project). Uninstall it; Transformer Engine has all that a run needs"
         )
-    extras = {extra: absent(extra) for extra in _MODULES if extra}
-    missing += [
-        f"optional: {', '.join(names)}: `pip install -e '.[{extra}]'`"
-        for extra, names in extras.items()
-        if names
-    ]
+    for extra in filter(None, _MODULES):
+        if names := absent(extra):
+            missing.append(f"optional: {', '.join(names)}: `pip install -e '.[{extra}]'`")
     if not findings["packages"]["vllm"]:
         missing.append("optional: vllm, in a separate environment, for rollout.engine = vllm")
     if torch.distributed.is_nccl_available():
@@ -157,16 +145,14 @@ def _engine(config: Config | None) -> dict[str, str]:
         from megatron_fspo.weights import read_architecture
 
         arch, tensor = read_architecture(config.model.checkpoint), config.parallel.tensor
-        name, shapes = (
-            "the run",
-            {
-                "num_heads": arch.num_heads // tensor,
-                "num_kv_heads": max(arch.num_kv_heads // tensor, 1),
-                "head_dim": arch.head_dim,
-                "max_tokens": config.data.max_prompt_tokens + config.rollout.max_response_tokens,
-                "context": config.parallel.context,
-            },
-        )
+        name = "the run"
+        shapes = {
+            "num_heads": arch.num_heads // tensor,
+            "num_kv_heads": max(arch.num_kv_heads // tensor, 1),
+            "head_dim": arch.head_dim,
+            "max_tokens": config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+            "context": config.parallel.context,
+        }
     return {**facts, f"attention of {name}": engine.attention_backend(**shapes)}
 
 
@@ -183,24 +169,29 @@ def nccl_problems(version: str) -> list[str]:
 
 
 def render(findings: dict[str, Any]) -> str:
-    lines = [f"python {findings['python']}", "", "installed"]
-    lines += [f"  {name:<20} {version or '-'}" for name, version in findings["packages"].items()]
-    lines.append(f"  {'GPUs':<20} {', '.join(findings['gpus']) or '-'}")
-    if findings["required"]:
-        lines += ["", "missing for any run: run `pip install -e .` in a checkout of megatron_fspo"]
-        lines += [f"  - {name}" for name in findings["required"]]
-    if findings["use"]:
-        lines += ["", "a run here uses"]
-    lines += [
-        f"  {name:<20} {', '.join(value) or '-' if isinstance(value, list) else value}"
-        for name, value in findings["use"].items()
+    """Return the findings as text."""
+
+    def block(title: str, rows: dict[str, Any]) -> list[str]:
+        texts = {name: ", ".join(value) if isinstance(value, list) else value for name, value in rows.items()}
+        return ["", title, *(f"  {name:<20} {text or '-'}" for name, text in texts.items())] if rows else []
+
+    def listed(title: str, items: list[str]) -> list[str]:
+        return ["", title, *(f"  - {item}" for item in items)] if items else []
+
+    lines = [
+        f"python {findings['python']}",
+        *block("installed", findings["packages"] | {"GPUs": findings["gpus"]}),
+        *listed(
+            "missing for any run: run `pip install -e .` in a checkout of megatron_fspo", findings["required"]
+        ),
+        *block("a run here uses", findings["use"]),
+        *block("where a job listens", findings["ports"]),
+        *block("Transformer Engine here", findings["transformer engine"]),
+        *(
+            listed("missing for a run on GPUs", findings["missing"])
+            or ["", "missing for a run on GPUs", "  nothing"]
+        ),
     ]
-    lines += ["", "where a job listens", *(f"  {name:<20} {at}" for name, at in findings["ports"].items())]
-    if findings["transformer engine"]:
-        lines += ["", "Transformer Engine here"]
-        lines += [f"  {name:<20} {value}" for name, value in findings["transformer engine"].items()]
-    lines += ["", "missing for a run on GPUs"]
-    lines += [f"  - {item}" for item in findings["missing"]] or ["  nothing"]
     return "\n".join(lines)
 
 

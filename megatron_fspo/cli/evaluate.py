@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_fspo.cli import command
+from megatron_fspo.cli.command import JSON, NPROC, argument, command, config_files, start_ranks, world_size
 from megatron_fspo.cli.console import import_megatron
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config, make_config
@@ -18,19 +18,6 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.job.folder import check_writable
 from megatron_fspo.weights import read_architecture
 
-_HELP = """\
-Measure the accuracy of a checkpoint: mean@k, pass@k and maj@k with 95% intervals over problems.
-
-A checkpoint:             megatron-fspo evaluate --model runs/demo/hf --data math.jsonl aime.jsonl \\
-                              --reward exact_match --samples 16 --out evaluations/demo
-Samples for each file:    ... --samples 4 32
-Compare with another:     ... --compare evaluations/before
-Sample from vLLM servers: ... --engine vllm --vllm.urls '["http://127.0.0.1:8000"]'
-Settings of a run:        megatron-fspo evaluate --config runs/demo/config.toml --model runs/demo/hf
-
-Writes table.md, results.json and all completions (samples.jsonl) to the folder. The same command continues an
-interrupted evaluation. Any configuration key is also an argument, such as --model.dtype bfloat16.
-"""
 KEYS = {
     "model": "model.checkpoint",
     "preset": "data.preset",
@@ -47,39 +34,45 @@ LONGEST_RESPONSE = 4096
 """Default of the longest response in tokens, but at most half of the model's context."""
 
 
-def add_evaluate(commands: command.Commands) -> None:
-    evaluate = command.add(
-        commands, "evaluate", run, "measure the accuracy of a checkpoint", _HELP, keys=True
-    )
-    command.add_config(evaluate, "configuration (TOML), which flags override")
-    flag = evaluate.add_argument
-    flag("--model", type=Path, metavar="DIR", help="checkpoint, Hugging Face or converted to Megatron")
-    flag("--data", type=Path, nargs="+", metavar="FILE", help="prompts, one set per file")
-    flag("--preset", metavar="NAME", help="format of the files (data.preset)")
-    flag("--reward", metavar="NAME", help="reward that grades responses (reward.name)")
-    flag(
-        "--samples",
-        type=int,
+@command(
+    "measure the accuracy of a checkpoint",
+    config_files("configuration (TOML), which flags override"),
+    argument("--model DIR", "checkpoint, Hugging Face or converted to Megatron", Path),
+    argument("--data FILE", "prompts, one set per file", Path, nargs="+"),
+    argument("--preset NAME", "format of the files (data.preset)"),
+    argument("--reward NAME", "reward that grades responses (reward.name)"),
+    argument(
+        "--samples N",
+        "responses per prompt (default 16), one number or one per file of --data",
+        int,
         nargs="+",
-        metavar="N",
-        help="responses per prompt (default 16): one number, or one for each file of --data",
-    )
-    flag("--temperature", type=float, metavar="T", help="sampling temperature; 0: greedy (default 1)")
-    flag("--top-p", type=float, metavar="P", help="nucleus sampling (default 1)")
-    flag(
-        "--max-response-tokens",
-        type=int,
-        metavar="N",
-        help="longest response in tokens (default 4096, at most half of the model's context)",
-    )
-    flag("--engine", choices=["embedded", "vllm"], help="sampling engine (default embedded)")
-    flag("--out", type=Path, metavar="DIR", help="folder of the results, new or of an interrupted evaluation")
-    flag("--compare", type=Path, metavar="DIR", help="folder of another evaluation, to compare with")
-    command.add_json(evaluate)
-    command.add_nproc(evaluate)
+    ),
+    argument("--temperature T", "sampling temperature; 0: greedy (default 1)", float),
+    argument("--top-p P", "nucleus sampling (default 1)", float),
+    argument(
+        "--max-response-tokens N", "longest response (default 4096, at most half of the model's context)", int
+    ),
+    argument("--engine", "sampling engine (default embedded)", choices=["embedded", "vllm"]),
+    argument("--out DIR", "folder of the results, new or of an interrupted evaluation", Path),
+    argument("--compare DIR", "folder of another evaluation, to compare with", Path),
+    JSON,
+    NPROC,
+    keys=True,
+)
+def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Measure the accuracy of a checkpoint: mean@k, pass@k and maj@k with 95% intervals over problems.
 
+    A checkpoint:             megatron-fspo evaluate --model runs/demo/hf --data math.jsonl aime.jsonl \\
+                                  --reward exact_match --samples 16 --out evaluations/demo
+    Samples for each file:    ... --samples 4 32
+    Compare with another:     ... --compare evaluations/before
+    Sample from vLLM servers: ... --engine vllm --vllm.urls '["http://127.0.0.1:8000"]'
+    Settings of a run:        megatron-fspo evaluate --config runs/demo/config.toml --model runs/demo/hf
 
-def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    Writes table.md, results.json and all completions (samples.jsonl) to the folder. The same command
+    continues an interrupted evaluation. Any configuration key is also an argument, such as --model.dtype
+    bfloat16.
+    """
     config = config_of(args, overrides)
     import_megatron()
 
@@ -88,10 +81,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from megatron_fspo.trainer.prepare import prepare
 
     with job():
-        inputs = prepare(config, world_size=command.world_size(args), trains=False)
+        inputs = prepare(config, world_size=world_size(args), trains=False)
         if not inputs.validation:
             raise InputError("evaluate needs data.validation")
-        command.start_ranks(args)
+        start_ranks(args)
 
         metrics = evaluate_checkpoint(inputs, out=args.out, other=args.compare)
     if os.environ.get("RANK", "0") == "0":

@@ -1,4 +1,4 @@
-"""``megatron-fspo init``: copies an example that is installed with the package."""
+"""The command init: copies an example that is installed with the package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import megatron_fspo
-from megatron_fspo.cli import command
+from megatron_fspo.cli.command import argument, command
 from megatron_fspo.errors import InputError
 
 _INSTALLED = Path(megatron_fspo.__file__).parent / "examples"
@@ -24,27 +24,21 @@ NEXT = {
 """Example → next step to do in its folder."""
 _MODEL = "make_sum/checkpoint"
 
-_HELP = """\
-Create a folder for a new task: commented configuration, reward, ten rows of data and a tiny model.
 
-    megatron-fspo init my-task
-    cd my-task && megatron-fspo train --config run.toml      # a minute on a CPU
+@command(
+    "create a folder for a new task",
+    argument("folder", "folder to create", Path),
+    argument("--from", "example to copy (default: own_task)", default=OWN, dest="example", choices=[*NEXT]),
+)
+def init(args: argparse.Namespace, _: list[str]) -> int:
+    """Create a folder for a new task: commented configuration, reward, ten rows of data and a tiny model.
 
-Then replace model, data and reward by yours. --from copies another example: make_sum, smollm2 or qwen3_8b.
-Exit status 2: the folder exists or cannot be created.
-"""
+        megatron-fspo init my-task
+        cd my-task && megatron-fspo train --config run.toml      # a minute on a CPU
 
-
-def add_init(commands: command.Commands) -> None:
-    init = command.add(commands, "init", run_init, "create a folder for a new task", _HELP)
-    init.add_argument("folder", type=Path, help="folder to create")
-    init.add_argument(
-        "--from", dest="example", choices=[*NEXT], default=OWN, help="example to copy (default: own_task)"
-    )
-
-
-def run_init(args: argparse.Namespace, _: list[str]) -> int:
-    """Copy the example, with paths in its files relative to the new folder."""
+    Then replace model, data and reward by yours. --from copies another example: make_sum, smollm2 or
+    qwen3_8b. Exit status 2: the folder exists or cannot be created.
+    """
     folder, example = args.folder, EXAMPLES / args.example
     if os.path.lexists(folder):
         raise InputError(f"{folder} exists: name another folder or remove it")
@@ -59,6 +53,7 @@ def run_init(args: argparse.Namespace, _: list[str]) -> int:
         shutil.copytree(EXAMPLES / _MODEL, folder / "model")
     for file in folder.rglob("*"):
         if file.suffix in (".toml", ".md", ".py"):
+            # Paths become relative to the new folder.
             text = file.read_text(encoding="utf-8")
             file.write_text(text.replace(f"examples/{args.example}/", ""), encoding="utf-8")
     print(f"created {folder}; next, in this folder: {NEXT[args.example]}")

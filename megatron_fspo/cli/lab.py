@@ -6,111 +6,49 @@ import argparse
 import json
 from pathlib import Path
 
-from megatron_fspo.cli import command
+from megatron_fspo.cli.command import JSON, NPROC, argument, command, config_files, start_ranks, world_size
 from megatron_fspo.cli.console import import_megatron
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.errors import InputError
 
-_PLAN_HELP = """\
-Estimate memory per pipeline stage, checkpoint sizes and time of a run before you start it.
 
-A run on one node:        megatron-fspo plan --config examples/qwen3_8b/run.toml --model qwen3-8b --nproc 8
-Another layout:           ... --parallel.pipeline 2 --model.recompute full
-A large model on paper:   ... --model qwen3-235b-a22b --nproc 256 --parallel.tensor 4 --parallel.expert 32
-Other assumptions:        ... --assume flops=1979e12 flops_share=0.35 network=100e9
-Trace the step of a rank: ... --nproc 64 --trace 37
+@command(
+    "estimate memory and time of a run",
+    config_files(required=True),
+    argument("--nproc N", "number of training ranks", int, 1),
+    argument("--model NAME", "model instead of model.checkpoint: a name such as qwen3-32b, or a config.json"),
+    argument("--gpu-memory GIB", "memory of a GPU", float, 80),
+    argument("--reserve GIB", "part of that for CUDA, NCCL and fragmentation", float, 6),
+    argument("--mean-prompt N", "mean prompt tokens (default: half the longest)", float),
+    argument("--mean-response N", "mean response tokens (default: half the longest)", float),
+    argument("--servers N", "number of vLLM servers (default: as in vllm.urls)", int),
+    argument("--server-gpus N", "GPUs per vLLM server (default: as needed)", int),
+    argument(
+        "--server-share X",
+        "share of a server's GPU memory for vLLM, its --gpu-memory-utilization",
+        float,
+        0.9,
+    ),
+    argument("--assume NAME=NUMBER", "speeds; --assume ? lists the names", default=[], nargs="+"),
+    argument("--trace RANK", "trace the step of this rank on simulated GPUs", int),
+    JSON,
+    keys=True,
+)
+def plan(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Estimate memory per pipeline stage, checkpoint sizes and time of a run before you start it.
 
-Needs no GPU and no checkpoint. Sizes of parameters, gradients, optimizer and checkpoint are exact,
-activations are counted tensor by tensor, and times are estimates, printed with their assumptions. Exit status
-1: the run does not fit; single changes that make it fit are listed. --trace executes one rank's training step
-on simulated GPUs, and reports memory by line, FLOPs, messages and host syncs (docs/without_a_gpu.md).
-"""
+    A run on one node:        megatron-fspo plan --config run.toml --model qwen3-8b --nproc 8
+    Another layout:           ... --parallel.pipeline 2 --model.recompute full
+    A large model on paper:   ... --model qwen3-235b-a22b --nproc 256 --parallel.tensor 4 --parallel.expert 32
+    Other assumptions:        ... --assume flops=1979e12 flops_share=0.35 network=100e9
+    Trace the step of a rank: ... --nproc 64 --trace 37
 
-_CALIBRATE_HELP = """\
-Measure how much of S is noise before a run, by comparing its own passes over the same responses.
-
-On the run's machine:     torchrun --nproc-per-node 8 -m megatron_fspo calibrate --config run.toml
-More responses:           ... --rollout.prompts 64
-Emulate FP8:              megatron-fspo calibrate --config run.toml --emulate blockwise mxfp8
-Existing responses:       ... --responses runs/demo/samples.jsonl
-
-Samples one rollout, takes its optimizer steps, and discards the weights. Prints a table, and writes it to
-runs/<run.name>.calibrate/ as a page and as calibration.json for the key loss.noise.
-"""
-
-_EXPLAIN_HELP = """\
-Compare losses on the same responses: what each clips, how evenly over length, and what noise would clip.
-
-A dump of any trainer:    megatron-fspo explain dump.jsonl
-With your limits:         megatron-fspo explain dump.parquet --fspo.c-high 0.04 --gspo.eps-low 2e-4
-One step of a run:        megatron-fspo explain runs/demo --step 10 --fspo.c-low 0.05 --fspo.c-high 0.05
-With 10% out of band:     ... --rate 0.1 --out runs/explained
-Other field names:        ... --fields log_ratio_sum=summed_kl advantage=adv
-
-A row needs the response length L, the advantage A, and S or the token log-probs of both policies. Limits are
-the keys of [loss] in docs/config.md. See docs/explain.md, also for dumps of TRL and verl.
-"""
-
-_SWEEP_HELP = """\
-Run all arms x seeds of a sweep file, and print their results with intervals over seeds.
-
-All runs:                 megatron-fspo sweep sweep.toml
-Four runs at a time:      megatron-fspo sweep sweep.toml --jobs 4
-Change a key of all runs: megatron-fspo sweep sweep.toml --run.steps 4
-
-The same command continues an interrupted sweep without repeating finished runs. docs/running.md describes the
-file. Exit status 1: some runs failed; the others are still made.
-"""
-
-_REPORT_HELP = """\
-Write the report of a run, or of several compared: one self-contained HTML page.
-
-One run:                  megatron-fspo report runs/demo
-Several on one page:      megatron-fspo report --compare runs/fspo runs/rloo
-A run in progress:        megatron-fspo report --follow runs/demo
-
-The report of one run is report/index.html in its folder. A comparison is <first run>.compare/index.html
-beside the first run; it has the plots of all runs, intervals, and the settings that differ. --follow serves
-the page to browsers on this machine, updated after each step; on a cluster, forward the port with ssh -L.
-"""
-
-
-def add_plan(commands: command.Commands) -> None:
-    plan = command.add(commands, "plan", run_plan, "estimate memory and time of a run", _PLAN_HELP, keys=True)
-    command.add_config(plan, required=True)
-    flag = plan.add_argument
-    flag("--nproc", type=int, default=1, metavar="N", help="number of training ranks (default 1)")
-    flag(
-        "--model",
-        metavar="NAME",
-        help="model instead of model.checkpoint: a name such as qwen3-32b, or a config.json",
-    )
-    flag("--gpu-memory", type=float, default=80, metavar="GIB", help="memory of a GPU (default 80)")
-    flag(
-        "--reserve",
-        type=float,
-        default=6,
-        metavar="GIB",
-        help="part of that for CUDA, NCCL and fragmentation (default 6)",
-    )
-    flag("--mean-prompt", type=float, metavar="N", help="mean prompt tokens (default: half the longest)")
-    flag("--mean-response", type=float, metavar="N", help="mean response tokens (default: half the longest)")
-    flag("--servers", type=int, metavar="N", help="number of vLLM servers (default: as in vllm.urls)")
-    flag("--server-gpus", type=int, metavar="N", help="GPUs per vLLM server (default: as needed)")
-    flag(
-        "--server-share",
-        type=float,
-        default=0.9,
-        metavar="X",
-        help="share of a server's GPU memory for vLLM, its --gpu-memory-utilization (default 0.9)",
-    )
-    flag("--assume", nargs="+", default=[], metavar="NAME=NUMBER", help="speeds; --assume ? lists the names")
-    flag("--trace", type=int, metavar="RANK", help="trace the step of this rank on simulated GPUs")
-    command.add_json(plan)
-
-
-def run_plan(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Print the plan; exit status 1 if the run does not fit."""
+    Needs no GPU and no checkpoint. Sizes of parameters, gradients, optimizer and checkpoint are exact,
+    activations are counted tensor by tensor, and times are estimates, printed with their assumptions. Exit
+    status 1: the run does not fit; single changes that make it fit are listed. --trace executes one rank's
+    training step on simulated GPUs, and reports memory by line, FLOPs, messages and host syncs
+    (docs/without_a_gpu.md).
+    """
     config = load_config(args.config, overrides)
     for name in ("nproc", "gpu_memory", "mean_prompt", "mean_response", "servers", "server_gpus"):
         value = getattr(args, name)
@@ -142,28 +80,36 @@ def run_plan(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0 if fits else 1
 
 
-def add_calibrate(commands: command.Commands) -> None:
-    text = "measure how much of S is noise"
-    calibrate = command.add(commands, "calibrate", run_calibrate, text, _CALIBRATE_HELP, keys=True)
-    command.add_config(calibrate, required=True)
-    command.add_nproc(calibrate)
-    calibrate.add_argument(
+@command(
+    "measure how much of S is noise",
+    config_files(required=True),
+    NPROC,
+    argument(
         "--emulate",
-        nargs="+",
+        "FP8 recipes to emulate with the run's layers",
         default=[],
+        nargs="+",
         choices=["blockwise", "mxfp8", "tensorwise"],
-        help="FP8 recipes to emulate with the run's layers",
-    )
-    calibrate.add_argument(
-        "--responses",
-        type=Path,
-        metavar="FILE",
-        help="score these responses (jsonl with prompt_token_ids and token_ids) without sampling or training",
-    )
-    command.add_json(calibrate)
+    ),
+    argument(
+        "--responses FILE",
+        "score these responses (jsonl with prompt_token_ids and token_ids) without sampling or training",
+        Path,
+    ),
+    JSON,
+    keys=True,
+)
+def calibrate(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Measure how much of S is noise before a run, by comparing its own passes over the same responses.
 
+    On the run's machine:     torchrun --nproc-per-node 8 -m megatron_fspo calibrate --config run.toml
+    More responses:           ... --rollout.prompts 64
+    Emulate FP8:              megatron-fspo calibrate --config run.toml --emulate blockwise mxfp8
+    Existing responses:       ... --responses runs/demo/samples.jsonl
 
-def run_calibrate(args: argparse.Namespace, overrides: list[str]) -> int:
+    Samples one rollout, takes its optimizer steps, and discards the weights. Prints a table, and writes it to
+    runs/<run.name>.calibrate/ as a page and as calibration.json for the key loss.noise.
+    """
     config = load_config(args.config, overrides)
     import_megatron()
 
@@ -172,33 +118,39 @@ def run_calibrate(args: argparse.Namespace, overrides: list[str]) -> int:
     from megatron_fspo.mcore.startup import job
 
     with job():
-        inputs = check(config, args.emulate, args.responses, world_size=command.world_size(args))
+        inputs = check(config, args.emulate, args.responses, world_size=world_size(args))
         check_writable(inputs.config.run_folder)
-        command.start_ranks(args)
+        start_ranks(args)
         noise = run(inputs, args.emulate, args.responses)
     if noise is not None:
         print(noise.model_dump_json() if args.json else report(noise, inputs))
     return 0
 
 
-def add_explain(commands: command.Commands) -> None:
-    text = "compare what losses clip in a dump of responses"
-    explain = command.add(commands, "explain", run_explain, text, _EXPLAIN_HELP, keys=True)
-    flag = explain.add_argument
-    flag("file", type=Path, help="jsonl or parquet file of any trainer, or the folder of a run")
-    flag("--step", type=int, metavar="N", help="use only rows of this step (default: all)")
-    flag(
-        "--rate",
-        type=float,
-        metavar="X",
-        help="share out of band at which to compare losses (default: FSPO's at its limits)",
-    )
-    flag("--fields", nargs="+", default=[], metavar="FIELD=NAME", help="field names in the file")
-    flag("--out", type=Path, metavar="DIR", help="write a page, the figures and all clip decisions there")
-    command.add_json(explain)
+@command(
+    "compare what losses clip in a dump of responses",
+    argument("file", "jsonl or parquet file of any trainer, or the folder of a run", Path),
+    argument("--step N", "use only rows of this step (default: all)", int),
+    argument(
+        "--rate X", "share out of band at which to compare losses (default: FSPO's at its limits)", float
+    ),
+    argument("--fields FIELD=NAME", "field names in the file", default=[], nargs="+"),
+    argument("--out DIR", "write a page, the figures and all clip decisions there", Path),
+    JSON,
+    keys=True,
+)
+def explain(args: argparse.Namespace, limits: list[str]) -> int:
+    """Compare losses on the same responses: what each clips, how evenly over length, and what noise would.
 
+    A dump of any trainer:    megatron-fspo explain dump.jsonl
+    With your limits:         megatron-fspo explain dump.parquet --fspo.c-high 0.04 --gspo.eps-low 2e-4
+    One step of a run:        megatron-fspo explain runs/demo --step 10 --fspo.c-low 0.05 --fspo.c-high 0.05
+    With 10% out of band:     ... --rate 0.1 --out runs/explained
+    Other field names:        ... --fields log_ratio_sum=summed_kl advantage=adv
 
-def run_explain(args: argparse.Namespace, limits: list[str]) -> int:
+    A row needs the response length L, the advantage A, and S or the token log-probs of both policies. Limits
+    are the keys of [loss] in docs/config.md. See docs/explain.md, also for dumps of TRL and verl.
+    """
     from megatron_fspo.lab.explain.command import explain, write
     from megatron_fspo.lab.explain.text import as_json, render
 
@@ -210,14 +162,29 @@ def run_explain(args: argparse.Namespace, limits: list[str]) -> int:
     return 0
 
 
-def add_sweep(commands: command.Commands) -> None:
-    text = "run several arms and seeds, and compare them"
-    sweep = command.add(commands, "sweep", run_sweep, text, _SWEEP_HELP, keys=True)
-    sweep.add_argument("file", type=Path, help="sweep file (TOML): config, folder, seeds, arms")
-    sweep.add_argument("--jobs", type=_count, metavar="N", help="concurrent runs (default: the file's)")
+def _count(word: str) -> int:
+    count = int(word)
+    if count < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return count
 
 
-def run_sweep(args: argparse.Namespace, overrides: list[str]) -> int:
+@command(
+    "run several arms and seeds, and compare them",
+    argument("file", "sweep file (TOML): config, folder, seeds, arms", Path),
+    argument("--jobs N", "concurrent runs (default: the file's)", _count),
+    keys=True,
+)
+def sweep(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run all arms x seeds of a sweep file, and print their results with intervals over seeds.
+
+    All runs:                 megatron-fspo sweep sweep.toml
+    Four runs at a time:      megatron-fspo sweep sweep.toml --jobs 4
+    Change a key of all runs: megatron-fspo sweep sweep.toml --run.steps 4
+
+    The same command continues an interrupted sweep without repeating finished runs. docs/running.md describes
+    the file. Exit status 1: some runs failed; the others are still made.
+    """
     from megatron_fspo.lab.sweep.file import read_sweep
     from megatron_fspo.lab.sweep.processes import make
     from megatron_fspo.lab.sweep.summary import as_json, summarize, table
@@ -233,30 +200,26 @@ def run_sweep(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def _count(word: str) -> int:
-    count = int(word)
-    if count < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return count
+@command(
+    "write the report of a run, or of several compared",
+    argument("folder", "the run's folder, such as runs/demo", Path, nargs="?"),
+    argument("--compare RUN", "runs to compare on one page", Path, [], nargs="+"),
+    argument("--out PATH", "with --compare: folder for index.html, or a file name ending in .html", Path),
+    argument("--follow", "serve the page of a run in progress"),
+    argument("--port N", "with --follow: port (default 8050; 0: any free port)", int),
+)
+def report(args: argparse.Namespace, _: list[str]) -> int:
+    """Write the report of a run, or of several compared: one self-contained HTML page.
 
+    One run:                  megatron-fspo report runs/demo
+    Several on one page:      megatron-fspo report --compare runs/fspo runs/rloo
+    A run in progress:        megatron-fspo report --follow runs/demo
 
-def add_report(commands: command.Commands) -> None:
-    text = "write the report of a run, or of several compared"
-    report = command.add(commands, "report", run_report, text, _REPORT_HELP)
-    flag = report.add_argument
-    flag("folder", type=Path, nargs="?", help="the run's folder, such as runs/demo")
-    flag("--compare", type=Path, nargs="+", default=[], metavar="RUN", help="runs to compare on one page")
-    flag(
-        "--out",
-        type=Path,
-        metavar="PATH",
-        help="with --compare: folder for index.html, or a file name ending in .html",
-    )
-    flag("--follow", action="store_true", help="serve the page of a run in progress")
-    flag("--port", type=int, metavar="N", help="with --follow: port (default 8050; 0: any free port)")
-
-
-def run_report(args: argparse.Namespace, _: list[str]) -> int:
+    The report of one run is report/index.html in its folder. A comparison is <first run>.compare/index.html
+    beside the first run; it has the plots of all runs, intervals, and the settings that differ. --follow
+    serves the page to browsers on this machine, updated after each step; on a cluster, forward the port with
+    ssh -L.
+    """
     runs = [*([args.folder] if args.folder else []), *args.compare]
     if args.out is not None and not args.compare:
         raise InputError("report: --out needs --compare; the report of one run is in its folder")

@@ -7,47 +7,44 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_fspo.cli import command
+from megatron_fspo.cli.command import NPROC, argument, command, config_files, start_ranks, world_size
 from megatron_fspo.cli.console import import_megatron, say
-from megatron_fspo.cli.doctor import absent, what_is_required
+from megatron_fspo.cli.doctor import absent, missing_package
 from megatron_fspo.config.loading import describe_keys, load_config
 from megatron_fspo.errors import InputErrors, TrainingError
 
-_HELP = """\
-Train a policy with FSPO (or RLOO, GSPO, GRPO, DAPO, CISPO), from a Hugging Face checkpoint.
 
-One node, 2 processes:    megatron-fspo train --config examples/make_sum/run.toml --nproc 2
-Under torchrun:           torchrun --nproc-per-node 8 -m megatron_fspo train --config run.toml
-Change a key:             ... --loss.c-high 0.04 --run.name wider
-Layer two files:          ... --config run.toml --config wider.toml
-Check without training:   megatron-fspo train --config run.toml --check
-Continue a stopped run:   megatron-fspo train --config run.toml --resume
-Continue or start:        megatron-fspo train --config run.toml --resume auto
-
-Writes runs/<run.name>/: config.toml, metrics.jsonl, checkpoints/, hf/ and report/index.html.
-"""
-
-
-def add_train(commands: command.Commands) -> None:
-    keys = f"configuration keys:\n{describe_keys()}"
-    train = command.add(commands, "train", run, "train a policy", _HELP, epilog=keys, keys=True)
-    command.add_config(train, required=True)
-    command.add_nproc(train)
-    train.add_argument(
-        "--resume",
+@command(
+    "train a policy",
+    config_files(required=True),
+    NPROC,
+    argument(
+        "--resume auto",
+        "continue the run from its newest checkpoint; auto: from the newest complete one, or start if there "
+        "is none (for schedulers that requeue jobs)",
+        default="no",
         nargs="?",
         choices=["newest", "auto"],
         const="newest",
-        default="no",
-        metavar="auto",
-        help="continue the run from its newest checkpoint; auto: from the newest complete one, or start if "
-        "there is none (for schedulers that requeue jobs)",
-    )
-    train.add_argument("--check", action="store_true", help="report all errors in the input, and exit")
+    ),
+    argument("--check", "report all errors in the input, and exit"),
+    keys=True,
+    epilog=f"configuration keys:\n{describe_keys()}",
+)
+def train(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Train a policy with FSPO (or RLOO, GSPO, GRPO, DAPO, CISPO), from a Hugging Face checkpoint.
 
+    One node, 2 processes:    megatron-fspo train --config examples/make_sum/run.toml --nproc 2
+    Under torchrun:           torchrun --nproc-per-node 8 -m megatron_fspo train --config run.toml
+    Change a key:             ... --loss.c-high 0.04 --run.name wider
+    Layer two files:          ... --config run.toml --config wider.toml
+    Check without training:   megatron-fspo train --config run.toml --check
+    Continue a stopped run:   megatron-fspo train --config run.toml --resume
+    Continue or start:        megatron-fspo train --config run.toml --resume auto
 
-def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Train; exit status 143 if SIGTERM stopped the run."""
+    Writes runs/<run.name>/: config.toml, metrics.jsonl, checkpoints/, hf/ and report/index.html. Exit status
+    143: SIGTERM stopped the run.
+    """
     if args.check:
         try:
             return _check(args, overrides)
@@ -63,10 +60,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from megatron_fspo.trainer.prepare import prepare
 
     with job():
-        inputs = prepare(config, world_size=command.world_size(args))
+        inputs = prepare(config, world_size=world_size(args))
         checkpoints_to_resume(config, args.resume)
         check_writable(config.run_folder)
-        command.start_ranks(args)
+        start_ranks(args)
 
         from megatron_fspo.trainer.loop import train
 
@@ -74,7 +71,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         finished = train(inputs, resume=args.resume, draw=_draw if pages else None)
         if finished and os.environ.get("RANK", "0") == "0":
             folder = inputs.config.run_folder
-            report = _report_of(folder) if pages else what_is_required("matplotlib")
+            report = _report_of(folder) if pages else missing_package("matplotlib")
             print(
                 f"\ndone. The run is in {folder}/\n"
                 f"  checkpoint for transformers   {folder / 'hf'}\n"
@@ -112,7 +109,7 @@ def _check(args: argparse.Namespace, overrides: list[str]) -> int:
 
     # Under torchrun, and in the launch script, the run itself starts on this machine.
     here = "WORLD_SIZE" in os.environ
-    notes = check_run(config, world_size=command.world_size(args), resume=args.resume, here=here)
+    notes = check_run(config, world_size=world_size(args), resume=args.resume, here=here)
     print(f"{' + '.join(map(str, args.config))}: fine; the run would be in {config.run_folder}")
     for note in notes:
         print(f"note: {note}")

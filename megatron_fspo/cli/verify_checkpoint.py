@@ -1,4 +1,4 @@
-"""``megatron-fspo convert verify``: compares the tensors and log-probs of two checkpoints."""
+"""The command convert verify: compares the tensors and log-probs of two checkpoints."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_fspo.cli.command import launcher
+from megatron_fspo.cli.command import JSON, argument, command, launcher
 from megatron_fspo.cli.console import import_megatron, progress_bar
 from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.evaluation.tables import columns
 from megatron_fspo.weights import (
     Architecture,
     Difference,
@@ -35,8 +36,28 @@ LENGTHS = (7, 64, 200)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def run(args: argparse.Namespace) -> int:
-    """Compare checkpoints; exit status 1 if they differ."""
+@command(
+    "compare two checkpoints bit by bit",
+    argument("first A", "checkpoint folder", Path, nargs="?"),
+    argument("second B", "second folder (default: the manifest of A)", Path, nargs="?"),
+    argument("--logits", "also compare log-probs"),
+    argument("--layout LAYOUT", "layout of the Megatron model (default: one rank)", default="single"),
+    argument("--dtype", "compute dtype", default="float32", choices=["float32", "bfloat16"]),
+    argument("--tolerance X", "with --logits: maximum |Δ| in nats", float, 1e-4),
+    argument("--as-rank TASK", argparse.SUPPRESS),
+    JSON,
+)
+def verify(args: argparse.Namespace, _: list[str]) -> int:
+    """Compare two checkpoints, Hugging Face or Megatron, bit by bit; with --logits also their log-probs.
+
+        megatron-fspo convert verify Qwen3-8B Qwen3-8B-megatron
+        megatron-fspo convert verify Qwen3-8B Qwen3-8B-megatron --logits --layout tp2.pp2
+        megatron-fspo convert verify Qwen3-8B-megatron        (against its manifest.json)
+
+    --logits scores a few random sequences with transformers (Hugging Face folders only) and with our Megatron
+    model in the given layout (words joined by dots, such as tp2.sp, pp2, cp2 or ep2), and compares all with
+    the first. It starts the ranks on this machine. Exit status 0: equal; 1: different; 2: invalid input.
+    """
     if args.as_rank:
         _score_as_rank(**json.loads(args.as_rank))
         return 0
@@ -151,9 +172,9 @@ def _megatron_scores(folder: Path, sequences: Sequence[Sequence[int]], layout: s
         task = {
             "folder": str(folder), "sequences": sequences, "layout": layout, "dtype": dtype, "out": str(out),
         }  # fmt: skip
-        command = launcher(count_ranks(layout), ["convert", "verify", "--as-rank", json.dumps(task)])
+        words = launcher(count_ranks(layout), ["convert", "verify", "--as-rank", json.dumps(task)])
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        done = subprocess.run(words, env=environment, capture_output=True, text=True)
         if done.returncode or not out.is_file():
             reported = [line for line in done.stderr.splitlines() if line.startswith("megatron-fspo: ")]
             problem = reported[0].removeprefix("megatron-fspo: ") if reported else done.stderr[-2000:]
@@ -182,10 +203,7 @@ def _score_as_rank(folder: str, sequences: list[list[int]], layout: str, dtype: 
 
 
 def _table(rows: Sequence[dict[str, Any]], tolerance: float) -> str:
-    width = max(len(row["name"]) for row in rows)
-    lines = [f"{'log-probs of ' + str(sum(LENGTHS) - len(LENGTHS)) + ' tokens':{width}}  max |Δ|  mean |Δ|"]
-    lines += [f"{row['name']:{width}}  {row['max']:.1e}  {row['mean']:.1e}" for row in rows]
-    worst = max(row["max"] for row in rows)
-    return "\n".join(
-        [*lines, f"{'within' if worst <= tolerance else 'beyond'} the tolerance of {tolerance:g}"]
-    )
+    head = [f"log-probs of {sum(LENGTHS) - len(LENGTHS)} tokens", "max |Δ|", "mean |Δ|"]
+    lines = columns(head, [(row["name"], f"{row['max']:.1e}", f"{row['mean']:.1e}") for row in rows])
+    met = "within" if max(row["max"] for row in rows) <= tolerance else "beyond"
+    return "\n".join([*lines, f"{met} the tolerance of {tolerance:g}"])

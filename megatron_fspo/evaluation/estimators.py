@@ -29,7 +29,7 @@ def pass_at(k: int, n: int, right: int) -> float:
 
 
 def majority_at(k: int, answers: Sequence[Hashable | None], scores: Sequence[float]) -> float:
-    """Expected score of the majority answer of k responses, drawn from the n without replacement.
+    """Return the expected score of the majority answer of k responses, drawn from the n without replacement.
 
     Every response votes for its normalised answer; None does not vote. The answer with the most votes wins,
     and tied answers win with equal probability. The score of an answer is the mean over all its responses,
@@ -49,7 +49,7 @@ def majority_at(k: int, answers: Sequence[Hashable | None], scores: Sequence[flo
 
 
 def _elected_with(j: int, k: int, n: int, votes: Sequence[tuple[int, float]], silent: int) -> float:
-    """Expected score of draws in which the winner has j votes, times their probability.
+    """Return the expected score of draws in which the winner has j votes, times their probability.
 
     A draw without replacement is independent binomials (each response drawn with probability k/n) given
     their sum k, by whose probability the caller divides. ``share[i, r]`` is the probability that r are drawn
@@ -76,6 +76,6 @@ def _elected_with(j: int, k: int, n: int, votes: Sequence[tuple[int, float]], si
 
 @cache
 def _drawn(count: int, k: int, n: int) -> Array:
-    """P(Binomial(count, k/n) = i) for i = 0 … min(count, k), correctly rounded."""
+    """Return P(Binomial(count, k/n) = i) for i = 0 … min(count, k), correctly rounded."""
     ways = [math.comb(count, i) * k**i * (n - k) ** (count - i) for i in range(min(count, k) + 1)]
     return np.array([number / n**count for number in ways])

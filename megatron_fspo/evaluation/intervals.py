@@ -45,7 +45,7 @@ class Estimate:
 
 
 def wilson_interval(rate: float, count: int) -> Estimate:
-    """Wilson score interval of a share of ``count`` independent records."""
+    """Return the Wilson score interval of a share of ``count`` independent records."""
     z2 = 1.96**2
     centre = (rate + z2 / (2 * count)) / (1 + z2 / count)
     half = math.sqrt(z2 * (rate * (1 - rate) + z2 / (4 * count)) / count) / (1 + z2 / count)
@@ -74,7 +74,7 @@ def resample_groups(
     resamples: int = 400,
     seed: int = 0,
 ) -> list[Estimate]:
-    """Bootstrap intervals of statistics of S and L, resampling groups with all their responses.
+    """Return bootstrap intervals of statistics of S and L, resampling groups with all their responses.
 
     Args:
         statistics: function of S and L of some responses that returns a fixed number of statistics.

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+Table = tuple[list[str], list[tuple[str, ...]]]
+"""Head and rows."""
+
 
 def number(value: float | None, form: str = ".2f", absent: str = "-") -> str:
     """Format a number; return ``absent`` if it is None or not finite."""
@@ -32,7 +35,7 @@ def with_interval(
     return text if text == absent else f"{text} {interval(low, high, form)}".rstrip()
 
 
-def by_column(cells: Mapping[str, Sequence[str]]) -> tuple[list[str], list[tuple[str, ...]]]:
+def by_column(cells: Mapping[str, Sequence[str]]) -> Table:
     """Convert a table given as column head → cells to its head and rows."""
     return list(cells), list(zip(*cells.values(), strict=True))
 

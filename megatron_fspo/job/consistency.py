@@ -84,7 +84,7 @@ def difference(every: Sequence[tuple[str, Mapping[str, str]]]) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """The versions of the installed packages that affect results, by name."""
+    """Return the versions of the installed packages that affect results, by name."""
     installed = {}
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):

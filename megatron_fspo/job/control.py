@@ -347,7 +347,7 @@ class JobControl(Control):
         return shortened([beats[rank].name(rank) if rank in beats else f"rank {rank}" for rank in late])
 
     def _beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
-        """The newest heartbeat of each rank that has sent one."""
+        """Return the newest heartbeat of each rank that has sent one."""
         texts = read_keys(self._store, {rank: f"beat/{rank}" for rank in ranks})
         return {rank: Beat(*json.loads(text)) for rank, text in texts.items()}
 

@@ -21,19 +21,19 @@ _CHECKPOINT = re.compile(r"step_(\d+)")
 
 
 def checkpoint_folder(config: Config, step: int) -> Path:
-    """The path of the checkpoint written after ``step`` steps."""
+    """Return the path of the checkpoint written after ``step`` steps."""
     return config.run_folder / "checkpoints" / f"step_{step:06d}"
 
 
 def checkpoints(run: Config | Path) -> list[Path]:
-    """The complete checkpoints of a run, or of a run folder, oldest first. (Incomplete ones have other
+    """Return the complete checkpoints of a run, or of a run folder, oldest first. (Incomplete ones have other
     names.)"""
     paths = ((run if isinstance(run, Path) else run.run_folder) / "checkpoints").glob("step_*")
     return sorted((path for path in paths if _CHECKPOINT.fullmatch(path.name)), key=_steps_of)
 
 
 def newest_checkpoint(config: Config, *, step: int) -> Path | None:
-    """The newest checkpoint written after at most ``step`` steps."""
+    """Return the newest checkpoint written after at most ``step`` steps."""
     return max((path for path in checkpoints(config) if _steps_of(path) <= step), key=_steps_of, default=None)
 
 
@@ -69,7 +69,7 @@ def _steps_of(path: Path) -> int:
 
 
 def checkpoints_to_resume(config: Config, resume: Resume, *, mine: Owner | None = None) -> list[Path]:
-    """The checkpoints from which the run may continue, oldest first; none for a new run.
+    """Return the checkpoints from which the run may continue, oldest first; none for a new run.
 
     ``mine`` is the owner of the lock that this process holds, if any.
 

@@ -271,7 +271,7 @@ def _named(owner: Owner | None) -> str:
 
 
 def refreshed(path: Path) -> float:
-    """The time of the last refresh on the file system's clock; infinite if the file is gone."""
+    """Return the time of the last refresh on the file system's clock; infinite if the file is gone."""
     try:
         with path.open("rb") as file:  # opening makes a network file system ask its server
             return os.fstat(file.fileno()).st_mtime
@@ -280,7 +280,7 @@ def refreshed(path: Path) -> float:
 
 
 def now_there(folder: Path) -> float:
-    """The time on the file system's clock."""
+    """Return the time on the file system's clock."""
     probe = folder / f"{LOCK}.{secrets.token_hex(4)}"
     with probe.open("xb") as file:
         file.write(b"-")
@@ -299,7 +299,7 @@ def _machine() -> str:
 
 
 def _started(process: int) -> str | None:
-    """The start time of a process of this machine; None if there is none, or it is a zombie."""
+    """Return the start time of a process of this machine; None if there is none, or it is a zombie."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -89,13 +89,13 @@ def status_writer(
 
 
 def status_file(folder: Path, rank: int) -> Path:
-    """The path of a rank's status file; ``folder`` is the run folder."""
+    """Return the path of a rank's status file; ``folder`` is the run folder."""
     return folder / RANKS / f"{rank:05d}.json"
 
 
 def read_status(path: Path) -> tuple[RankStatus, float] | None:
-    """The content of a status file and its time stamp on the file system's clock; None if it is not readable
-    or valid."""
+    """Return the content of a status file and its time stamp on the file system's clock; None if it is not
+    readable or valid."""
     try:
         with path.open("rb") as file:  # opening makes a network file system ask its server
             return RankStatus(**json.loads(file.read())), os.fstat(file.fileno()).st_mtime

@@ -151,7 +151,7 @@ def _reason(content: bytearray) -> str:
 
 
 def http_client() -> httpx.AsyncClient:
-    """A client for the machines of one cluster; the caller closes it."""
+    """Return a client for the machines of one cluster; the caller closes it."""
     import httpx
 
     return httpx.AsyncClient(

@@ -91,7 +91,7 @@ class RunStatus:
         return gone + [f"rank {one.rank}: {one.problem}" for one in self.ranks if one.problem]
 
     def as_json(self) -> dict[str, Any]:
-        """The status in JSON types only."""
+        """Return the status in JSON types only."""
         ranks = [
             {
                 **(asdict(one.status) if one.status else {"rank": one.rank}),
@@ -129,13 +129,12 @@ def examine(folder: Path) -> RunStatus:
         now = now_there(folder)
     except OSError:  # nothing may be written there: our own clock
         now = time.time()
-    steps = None
+    steps, config = None, folder / "config.toml"
     with suppress(FileNotFoundError):
         try:
-            steps = int(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["run"]["steps"])
+            steps = int(tomllib.loads(config.read_text(encoding="utf-8"))["run"]["steps"])
         except (ValueError, KeyError, TypeError) as error:
-            wrong = f"{folder / 'config.toml'} is not the configuration of a run: {error}"
-            raise InputError(wrong) from None
+            raise InputError(f"{config} is not the configuration of a run: {error}") from None
     alive = owner.lives() if owner is not None else None
     if locked and alive is None:
         alive = now - refreshed(folder / LOCK) < STALE_SECONDS
@@ -177,14 +176,14 @@ def render(status: RunStatus) -> str:
 
 
 def _since(group: Sequence[SeenRank]) -> str:
-    """The longest time without progress, where it is worth a word."""
+    """Return the longest time without progress, where it is worth a word."""
     longest = max(one.no_progress for one in group)
     quiet = all(one.status and not one.problem and not one.has_left for one in group)
     return f", for {longest:.0f} s" if quiet and longest >= 1 else ""
 
 
 def _ranks(folder: Path, owner: Owner | None, now: float) -> tuple[SeenRank, ...]:
-    """The ranks of the job that holds the lock; without one, of the last job that was there."""
+    """Return the ranks of the job that holds the lock; without one, of the last job that was there."""
     files = [read for path in sorted((folder / RANKS).glob("*.json")) if (read := read_status(path))]
     if not files:
         return ()

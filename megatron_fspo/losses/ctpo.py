@@ -38,7 +38,7 @@ class CTPOLoss(Loss):
         return FSPOBand(c_low=self.c_low, c_high=self.c_high, exponent=self.exponent)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """weight_t = exp(S_t)·A, or 0 where a clip acts: that of a response that ends with token t."""
+        """Return weight_t = exp(S_t)·A, or 0 where a clip acts: that of a response that ends with token t."""
         columns = torch.stack([inputs.log_ratio, torch.ones_like(inputs.log_ratio)])
         prefix, length = torch.where(inputs.mask, inputs.prefix_sums(columns), 0.0)
         c = self.c_dual

@@ -31,7 +31,7 @@ class DPPOTVLoss(Loss):
     cap: Annotated[float, Field(gt=1)] = Field(20.0, description="largest weight of a token")
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """weight_t = min(r_t, cap)·A, or 0 where π − π_old passes −delta_low or delta_high with A."""
+        """Return weight_t = min(r_t, cap)·A, or 0 where π − π_old passes −delta_low or delta_high with A."""
         log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
         new = torch.where(inputs.mask, inputs.log_probs, 0.0)
         advantages = per_token(inputs.advantages, inputs).to(log_ratio.dtype)

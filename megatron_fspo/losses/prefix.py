@@ -50,7 +50,7 @@ class CPPOLoss(Loss):
         return moved, spent, room
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """weight_t = r_t·A, or 0 where the token has moved too far in the direction of A."""
+        """Return weight_t = r_t·A, or 0 where the token has moved too far in the direction of A."""
         moved, spent, room = self._region(inputs)
         log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
         new = torch.where(inputs.mask, inputs.log_probs, 0.0)
@@ -108,7 +108,7 @@ class PNPOLoss(Loss):
         return GSPOBand(eps_low=self.eps_low, eps_high=self.eps_high)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """weight_t = g_t·A, or 0 where g_t is outside its limits."""
+        """Return weight_t = g_t·A, or 0 where g_t is outside its limits."""
         columns = torch.stack([inputs.log_ratio, torch.ones_like(inputs.log_ratio)])
         prefix, place = torch.where(inputs.mask, inputs.prefix_sums(columns), 0.0)
         low, high = self.prefix_band().bounds(place)

@@ -31,7 +31,7 @@ class SAPOLoss(Loss):
     tau_neg: PositiveFloat = Field(1.05, description="tau for A < 0; a larger tau narrows the gate")
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """weight_t = 4·p·(1 − p)·r·A with p = sigmoid(τ(r − 1)); mean over each sequence."""
+        """Return weight_t = 4·p·(1 − p)·r·A with p = sigmoid(τ(r − 1)); mean over each sequence."""
         log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
         advantages = per_token(inputs.advantages, inputs).to(log_ratio.dtype)
         x = log_ratio.clamp(max=_LARGEST)

@@ -33,7 +33,7 @@ class TokenLoss(Loss):
     eps_high: PositiveFloat = Field(0.2, description="token ratio <= 1 + eps_high")
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """weight_t = r_t·A, or 0 where a clip acts: the surrogate of sequences of one token."""
+        """Return weight_t = r_t·A, or 0 where a clip acts: the surrogate of sequences of one token."""
         ratio = self.dual_clip_ratio
         terms = sequence_surrogate(
             torch.where(inputs.mask, inputs.log_ratio, 0.0),
@@ -95,7 +95,7 @@ class OPSMLoss(TokenLoss):
     delta: PositiveFloat = Field(1e-3, description="drop if A < 0 and -S / L > delta, in nats per token")
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """GRPO's weights, but 0 for sequences with A < 0 and −S/L > delta. One more collective."""
+        """Return GRPO's weights, but 0 for sequences with A < 0 and −S/L > delta. One more collective."""
         (log_ratio_sum,) = inputs.sequence_sums(inputs.log_ratio[None])
         far = -log_ratio_sum > self.delta * inputs.lengths
         dropped = (inputs.advantages < 0) & far & log_ratio_sum.isfinite()

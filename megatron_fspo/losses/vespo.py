@@ -34,7 +34,7 @@ class VESPOLoss(Loss):
     )
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """weight_t = phi(w)·A, w = exp(S / L^temper); mean over tokens."""
+        """Return weight_t = phi(w)·A, w = exp(S / L^temper); mean over tokens."""
         (log_ratio_sum,) = inputs.sequence_sums(inputs.log_ratio[None])
         lengths = inputs.lengths.to(log_ratio_sum)
         advantages = inputs.advantages.to(log_ratio_sum)

@@ -33,5 +33,5 @@ def leave_uncompiled() -> None:
 
 
 def _as_it_is(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
-    """Replacement for ``torch.compile`` that returns the function unchanged."""
+    """Return a replacement for ``torch.compile`` that returns the function unchanged."""
     return function or _as_it_is

@@ -98,7 +98,7 @@ class Backend:
         return time.perf_counter()
 
     def peak_memory(self) -> int:
-        """Peak bytes of tensors on the GPU since the last call; 0 on a CPU."""
+        """Return the peak bytes of tensors on the GPU since the last call; 0 on a CPU."""
         if self.device.type == "cpu":
             return 0
         peak = torch.cuda.max_memory_allocated(self.device)
@@ -106,7 +106,7 @@ class Backend:
         return peak
 
     def config_flags(self) -> dict[str, Any]:
-        """The fields of ``TransformerConfig`` that depend on the machine."""
+        """Return the fields of ``TransformerConfig`` that depend on the machine."""
         fused = self.layers == "transformer_engine"
         return {
             # Allocate parameters on the device.
@@ -123,7 +123,7 @@ class Backend:
         }
 
     def layer_spec(self, config: TransformerConfig, vp_stage: int | None = None) -> Any:
-        """Megatron's layer spec; ``vp_stage`` is the virtual pipeline stage of the layers."""
+        """Return Megatron's layer spec; ``vp_stage`` is the virtual pipeline stage of the layers."""
         if self.layers == "transformer_engine":
             from megatron_fspo.mcore.te_attention import SharingAttention
 
@@ -193,14 +193,14 @@ def check_head(backend: Backend, dtype: torch.dtype) -> str | None:
 
 
 def peak_tflops(backend: Backend, dtype: torch.dtype) -> float | None:
-    """Peak TFLOP/s of this rank's GPU in ``dtype``; None if unknown."""
+    """Return the peak TFLOP/s of this rank's GPU in ``dtype``; None if unknown."""
     if backend.device.type != "cuda" or dtype != torch.bfloat16:
         return None
     return peak_of(torch.cuda.get_device_name(backend.device))
 
 
 def peak_of(name: str) -> float | None:
-    """Peak bf16 TFLOP/s of the GPU of this name; None if unknown."""
+    """Return the peak bf16 TFLOP/s of the GPU of this name; None if unknown."""
     return next((peak for part, peak in _DENSE_BF16 if part in name), None)
 
 

@@ -66,7 +66,7 @@ def _addmm_out(
     beta: Any = 1,
     alpha: Any = 1,
 ) -> Tensor:
-    """out = beta · added + alpha · left @ right."""
+    """Return out = beta · added + alpha · left @ right."""
     if added is not out or beta not in (0, 1) or out.dtype != left.dtype or not _is_large(left, right):
         torchs.call_boxed(keys, added, left, right, beta=beta, alpha=alpha, out=out)
         return out
@@ -90,8 +90,8 @@ def _is_large(left: Tensor, right: Tensor) -> bool:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right in blocks of tokens. Tokens are the rows of left or, if left is transposed as in a weight
-    gradient, the inner dimension."""
+    """Return left @ right in blocks of tokens. Tokens are the rows of left or, if left is transposed as in a
+    weight gradient, the inner dimension."""
     if left.stride(0) == 1:
         sizes = _blocks(left.shape[1])
         pieces = zip(torch.split(left, sizes, 1), torch.split(right, sizes), strict=True)

@@ -38,21 +38,21 @@ def engine_problem() -> str | None:
 
 
 def engine_version() -> str:
-    """Version of Transformer Engine, which must be importable."""
+    """Return the version of Transformer Engine, which must be importable."""
     import transformer_engine
 
     return str(transformer_engine.__version__)
 
 
 def cudnn_version() -> str:
-    """Version of cuDNN that Transformer Engine loaded."""
+    """Return the version of cuDNN that Transformer Engine loaded."""
     from transformer_engine.pytorch.utils import get_cudnn_version
 
     return ".".join(map(str, get_cudnn_version()))
 
 
 def fp8_problems() -> dict[str, str | None]:
-    """Recipe → why this GPU does not support it; None if it does."""
+    """Return the recipe → why this GPU does not support it; None if it does."""
     import transformer_engine.pytorch as engine
 
     problems: dict[str, str | None] = {}

@@ -106,7 +106,7 @@ def adapter_tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
 
 
 def scaled_adapter_tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """:func:`adapter_tensors` with B multiplied by the scale, for a server that applies no scale."""
+    """Yield :func:`adapter_tensors` with B multiplied by the scale, for a server that applies no scale."""
     assert model.arch.adapters is not None
     for name, tensor in adapter_tensors(model):
         yield name, tensor * model.arch.adapters.scale if ".lora_B." in name else tensor

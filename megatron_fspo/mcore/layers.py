@@ -112,8 +112,8 @@ def _split(lengths: list[int], *tokens: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 @lru_cache(maxsize=4)
 def _zigzag(borders: tuple[int, ...], rank: int, size: int) -> tuple[Tensor, Tensor]:
-    """Positions of the whole row's tokens after a gather, and of this rank's tokens in the row. Cached for
-    the other layers of the micro-batch."""
+    """Return positions of the whole row's tokens after a gather, and of this rank's tokens in the row. Cached
+    for the other layers of the micro-batch."""
     whole = torch.tensor(borders)
     return gathered_positions(whole, size), local_positions(whole, rank, size)
 

@@ -94,7 +94,7 @@ def _install(module: Module, targets: tuple[str, ...], arch: Architecture, group
 
 
 def _outputs(target: str, arch: Architecture) -> int:
-    """Output size of a target's whole matrix."""
+    """Return the output size of a target's whole matrix."""
     if target in ("o", "down"):
         return arch.hidden_size
     return {"q": arch.q_size, "k": arch.kv_size, "v": arch.kv_size}.get(target, arch.ffn_size)
@@ -146,8 +146,8 @@ def without_adapters(chunks: Iterable[Module]) -> Iterator[None]:
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """[..., inputs] → [..., outputs]. Flattens to two dimensions: with three, torch's kernels differ with and
-    without autograd, and S would not be exactly 0 before the first update."""
+    """Return [..., inputs] → [..., outputs]. Flattens to two dimensions: with three, torch's kernels differ
+    with and without autograd, and S would not be exactly 0 before the first update."""
     return F.linear(x.flatten(0, -2), weight).view(*x.shape[:-1], len(weight))
 
 
@@ -178,8 +178,8 @@ def _adapters(arch: Architecture) -> Adapters:
 
 
 def first_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Initial value of an unsliced factor, float32: A uniform within ±1/√inputs as in PEFT, B = 0. The same
-    in every layout."""
+    """Return the start of an unsliced factor, float32: A uniform within ±1/√inputs as in PEFT, B = 0. The
+    same in every layout."""
     if name.endswith("lora_B.weight"):
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
@@ -202,8 +202,8 @@ def merged_parameters(chunk: GPTModel, arch: Architecture) -> Iterator[tuple[str
 
 @torch.no_grad()
 def share_lost_by_merging(chunks: Iterable[Module], arch: Architecture) -> float:
-    """Rounding error of :func:`merged_parameters`: norm of the error over norm of what the adapters add; 0 if
-    they add nothing. Collective over the job."""
+    """Return the error of :func:`merged_parameters`: norm of the error over norm of what the adapters
+    add; 0 if they add nothing. Collective over the job."""
     chunks = list(chunks)
     sums = torch.zeros(2, dtype=torch.float64, device=next(chunks[0].parameters()).device)
     for module in (one for chunk in chunks for one in chunk.modules() if hasattr(one, "adapters_on")):

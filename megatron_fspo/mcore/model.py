@@ -97,7 +97,7 @@ def _unset(weight: Tensor) -> None:
 
 
 def _experts(arch: Architecture, backend: Backend) -> dict[str, Any]:
-    """Settings for router and experts; empty for a dense model."""
+    """Return the settings for router and experts; empty for a dense model."""
     if arch.experts is None:
         return {}
     return {
@@ -113,7 +113,7 @@ def _experts(arch: Architecture, backend: Backend) -> dict[str, Any]:
 
 
 def _precision(fp8: FP8) -> dict[str, Any]:
-    """Settings for products in FP8; empty without."""
+    """Return the settings for products in FP8; empty without."""
     if fp8.recipe == "none":
         return {}
     return {
@@ -152,12 +152,12 @@ def build_chunks(arch: Architecture, config: TransformerConfig, backend: Backend
 
 
 def layer_offset(config: TransformerConfig, chunk: GPTModel) -> int:
-    """Number of layers of the whole model before this chunk."""
+    """Return the number of layers of the whole model before this chunk."""
     return int(get_transformer_layer_offset(config, chunk.vp_stage))
 
 
 def expert_offset(arch: Architecture, group: dist.ProcessGroup) -> int:
-    """Number of a layer's experts on lower ranks of the expert-parallel group."""
+    """Return the number of a layer's experts on lower ranks of the expert-parallel group."""
     return group.rank() * arch.num_experts // group.size()
 
 

@@ -176,5 +176,5 @@ def host_memory(size: int, *, pinned: bool) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """A uint8 view of a tensor's whole storage."""
+    """Return a uint8 view of a tensor's whole storage."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

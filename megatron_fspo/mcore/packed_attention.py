@@ -196,10 +196,10 @@ def _sequences(call: Call) -> Iterator[tuple[slice, slice]]:
 
 
 def _batch(rows: Tensor) -> Tensor:
-    """[n, h, d] → a batch of one, [1, h, n, d]."""
+    """Return [n, h, d] → a batch of one, [1, h, n, d]."""
     return rows.transpose(0, 1)[None]
 
 
 def _weights(logs: Tensor) -> Tensor:
-    """Log-weights [h, n] → factors of [n, h, d]."""
+    """Return log-weights [h, n] → factors of [n, h, d]."""
     return logs.exp().T[..., None]

@@ -154,7 +154,7 @@ def _blocks(item: ShardedTensor | ShardedTensorFactory, parameter: Parameter) ->
 
 
 def _adapter_block(policy: Policy, chunk: GPTModel, name: str, parameter: Parameter) -> Block:
-    """The block of an adapter factor, which Megatron cannot map: one box of a tensor of all layers."""
+    """Return the block of an adapter factor, which Megatron cannot map: one box of a tensor of all layers."""
     group, arch, offset = policy.groups.tp, policy.arch, layer_offset(policy.config, chunk)
     row = resolve(name, arch, offset)
     (part,) = shard_slices(row, arch, group.rank(), group.size(), policy.padded_vocab)

@@ -100,7 +100,7 @@ class Scoring:
     def forward_step(
         self, data_iterator: Iterator[MicroBatch], model: Module
     ) -> tuple[Tensor, Callable[..., Tensor]]:
-        """Megatron's ``forward_step_func`` for a pass that collects log-probs [t], with
+        """Return Megatron's ``forward_step_func`` for a pass that collects log-probs [t], with
         ``forward_only=True, collect_non_loss_data=True``."""
         batch = next(data_iterator)
         return forward(batch, model), lambda hidden, non_loss_data=True: self(batch, hidden, model)[0]
@@ -132,12 +132,12 @@ class PolicyLoss:
     def forward_step(
         self, data_iterator: Iterator[MicroBatch], model: Module
     ) -> tuple[Tensor, Callable[[Tensor], LossOutput]]:
-        """Megatron's ``forward_step_func``."""
+        """Return Megatron's ``forward_step_func``."""
         batch = next(data_iterator)
         return forward(batch, model), partial(self.loss, batch, model)
 
     def loss(self, batch: MicroBatch, model: Module, hidden: Tensor) -> LossOutput:
-        """Megatron's ``loss_func``.
+        """Return Megatron's ``loss_func``.
 
         Returns:
             the loss, this rank's number of valid tokens (int), and metrics as [sum, denominator] pairs, to be

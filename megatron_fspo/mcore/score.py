@@ -83,7 +83,7 @@ def score_sequences(
     device: torch.device,
     align: int = 1,
 ) -> list[Tensor] | None:
-    """:func:`score_checkpoint` for a running model, in the layout of ``parallel`` and ``groups``:
+    """Do :func:`score_checkpoint` for a running model, in the layout of ``parallel`` and ``groups``:
     ``score_batches`` returns the log-probs [t] of each of this rank's micro-batches, which are on ``device``;
     their numbers of tokens are multiples of ``align``."""
     packed = _as_sequences(sequences, arch)

@@ -12,7 +12,7 @@ from megatron_fspo.weights.table import TARGETS
 
 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:
-    """Vocabulary size padded so that every tensor-parallel rank holds the same number of rows."""
+    """Return the vocabulary size padded so that every tensor-parallel rank holds the same number of rows."""
     return math.ceil(vocab_size / tensor) * tensor
 
 

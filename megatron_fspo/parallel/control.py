@@ -80,8 +80,8 @@ class Control:
         a collective may follow. Raises ``TrainingError`` as :meth:`meet`."""
 
     def hear(self, what: str) -> str:
-        """On the other ranks, wait for the first rank's next instruction and return it; ``what`` names the
-        wait in messages. Raises ``TrainingError`` as :meth:`meet`."""
+        """Wait, on the other ranks, for the first rank's next instruction and return it; ``what`` names
+        the wait in messages. Raises ``TrainingError`` as :meth:`meet`."""
         raise RuntimeError("hear() in a job of one process, which has no other rank to hear")
 
     def meet(self, what: str, ranks: Sequence[int] | None = None, *, seconds: float | None = None) -> bool:

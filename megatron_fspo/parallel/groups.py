@@ -39,7 +39,7 @@ class ParallelGroups:
     """Lets ranks wait for each other outside of collectives; the default never waits."""
 
     def copies(self, *, of_expert: bool) -> dist.ProcessGroup:
-        """Ranks that hold the same parameter, with different tokens: their gradients are summed."""
+        """Return ranks that hold the same parameter, with different tokens: their gradients are summed."""
         return self.edp if of_expert else self.dp_cp
 
     @property

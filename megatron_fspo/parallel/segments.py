@@ -66,7 +66,7 @@ def digits_of(values: Tensor) -> Tensor:
 
 
 def rounded(digits: Tensor) -> Tensor:
-    """Sums of :func:`digits_of` [5, ...] → float64 [...]."""
+    """Return sums of :func:`digits_of` [5, ...] → float64 [...]."""
     *whole, infinite = digits.unbind()
     for i in range(len(whole) - 1, 0, -1):  # carry, to make every digit but the first small again
         carry = (whole[i] + (1 << (_BITS - 1))) >> _BITS

@@ -159,8 +159,8 @@ def add_gradients(
 
 
 def _factors(stats: Tensor, temperature: float) -> Tensor:
-    """[5, u]: m; log Z; a and b of d loss / d(logit before temperature) = p · (a + b · log p); the same
-    derivative for the label's logit."""
+    """Return [5, u]: m; log Z; a and b of d loss / d(logit before temperature) = p · (a + b · log p); the
+    same derivative for the label's logit."""
     top, total, entropy, log_p, grad_log_p, grad_entropy = stats
     scaled, scaled_entropy = grad_log_p / temperature, grad_entropy / temperature
     own = -scaled * torch.expm1(log_p) - scaled_entropy * log_p.exp() * (log_p + entropy)
@@ -227,7 +227,7 @@ def flat(config: Config) -> Config:
 
 
 def _tiles_of_a_split(n: int, width: int, config: Config) -> int:
-    """Column tiles per program: more than one only if enough programs remain."""
+    """Return the column tiles per program: more than one only if enough programs remain."""
     programs: int = triton.cdiv(n, config.rows) * triton.cdiv(width, config.columns)
     return min(max(1, programs // _PROGRAMS), _MOST_TILES)
 
@@ -243,7 +243,7 @@ def _operands(states: Tensor, weight: Tensor, config: Config) -> tuple[Any, Any]
 
 
 def constants(config: Config, hidden: int, *, widen: bool = False) -> dict[str, Any]:
-    """Compile-time constants of the kernels. ``widen`` converts bf16 to fp32 before products: in the
+    """Return compile-time constants of the kernels. ``widen`` converts bf16 to fp32 before products: in the
     interpreter, ``tl.dot`` would read bf16 bits as integers."""
     return {
         "hidden_size": hidden,

@@ -277,7 +277,7 @@ def is_accuracy(name: str) -> bool:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a jsonl file of this module; a last line cut short by a crash is left out.
+    """Yield the rows of a jsonl file of this module; a last line cut short by a crash is left out.
 
     Raises:
         InputError: another line is not a row; names file and line.
@@ -291,12 +291,12 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def rows_from_end(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of such a file, last first; no more of the file is read than the caller asks for."""
+    """Return the rows of such a file, last first; no more of the file is read than the caller asks for."""
     return (row for _, row in _rows_from_end(path))
 
 
 def _rows_from_end(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The end of each row in the file, in bytes, and the row."""
+    """Yield the end of each row in the file, in bytes, and the row."""
     if not _is_there(path):
         return
     with path.open("rb") as file:
@@ -359,7 +359,7 @@ def _is_number(value: object) -> bool:
 
 
 def _missing_steps(path: Path, step: int | None) -> list[int]:
-    """The steps up to ``step`` without a row."""
+    """Return the steps up to ``step`` without a row."""
     if not step:
         return []
     there = set()

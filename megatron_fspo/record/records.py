@@ -84,15 +84,15 @@ class Recorder:
             self._log_ratios.append((batch, log_ratio))
 
     def pieces(self) -> list[Piece]:
-        """Token log-probs of every so many samples, as far as this rank holds them."""
+        """Return token log-probs of every so many samples, as far as this rank holds them."""
         of_batches = (pieces_of(self._update, *seen, self.every) for seen in self._log_ratios if self.every)
         return [piece for pieces in of_batches for piece in pieces]
 
     def records(
         self, rank: int, flipped: Sequence[Tensor] = (), group: dist.ProcessGroup | None = None
     ) -> list[SequenceRecord]:
-        """The records of all micro-batches, in one copy, with the data-parallel rank. ``flipped`` [t] bool is
-        of each micro-batch that routers had a part in, see
+        """Return the records of all micro-batches, in one copy, with the data-parallel rank. ``flipped`` [t]
+        bool is of each micro-batch that routers had a part in, see
         :meth:`~megatron_fspo.mcore.router.RouterPasses.flipped`; collective over ``group``, context parallel,
         with it."""
         if not self._seen:
@@ -119,13 +119,13 @@ class Recorder:
 
 
 def _flips(batch: MicroBatch, log_ratio: Tensor, flipped: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[2, n] response tokens with a flip, and the sum of their log-ratios."""
+    """Return [2, n] response tokens with a flip, and the sum of their log-ratios."""
     values = torch.stack([flipped.double(), torch.where(flipped, log_ratio.double(), 0.0)])
     return sequence_sums(values, batch.mask, batch.segment, batch.lengths.numel(), group=group)
 
 
 def as_tensors(records: Sequence[SequenceRecord]) -> tuple[Tensor, Tensor]:
-    """S [N] and L [N]."""
+    """Return S [N] and L [N]."""
     return (
         torch.tensor([r.log_ratio_sum for r in records], dtype=torch.float64),
         torch.tensor([r.length for r in records]),
@@ -133,7 +133,7 @@ def as_tensors(records: Sequence[SequenceRecord]) -> tuple[Tensor, Tensor]:
 
 
 def sigma_of(records: Sequence[SequenceRecord], exponent: float = 0.5) -> float | None:
-    """σ̂ of S over the band's width; None where no sequence can say."""
+    """Return σ̂ of S over the band's width; None where no sequence can say."""
     if not any(math.isfinite(r.log_ratio_sum) and r.length for r in records):
         return None
     return sigma_hat(*as_tensors(records), exponent)

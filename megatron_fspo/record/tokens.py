@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(update: int, batch: MicroBatch, log_ratio: Tensor, every: int) -> list[Piece]:
-    """The pieces of a micro-batch whose sample's number ``every`` divides; waits for the device."""
+    """Return the pieces of a micro-batch whose sample's number ``every`` divides; waits for the device."""
     host = batch.on_host
     assert batch.old_log_probs is not None
     columns = (batch.mask, batch.segment, batch.position_ids[0], log_ratio, batch.old_log_probs)

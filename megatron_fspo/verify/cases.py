@@ -104,7 +104,7 @@ SPLITS = ("1 micro-batch", "2 micro-batches", "8 micro-batches", "1 sequence eac
 
 
 def cases(config: Config | None, shift: int, *, experts: bool = False) -> list[Case]:
-    """Every loss on one split; layouts with different ``shift``, which rotates the splits, cover all pairs.
+    """Return all losses on a split; layouts with other ``shift``, which rotates the splits, cover all pairs.
 
     The loss of ``config`` is added. With ``experts``, router losses are added, and every other group of cases
     replays routes. Every other split shares prompts. The next shift swaps which cases share and replay.
@@ -147,13 +147,13 @@ def with_layers(arch: Architecture, parallel: Parallel) -> Architecture:
 
 
 def kinds(arch: Architecture) -> list[Architecture]:
-    """The untied and the tied model; in the latter, routing weights of a token's experts do not sum to 1."""
+    """Return an untied and a tied model; in that, routing weights of a token's experts do not sum to 1."""
     experts = arch.experts and replace(arch.experts, normalize_top_k=False)
     return [replace(arch, tied=False), replace(arch, tied=True, experts=experts)]
 
 
 def random_weights(arch: Architecture) -> dict[str, Tensor]:
-    """Hugging Face name → fp32 tensor with values large enough that attention and clips matter."""
+    """Return Hugging Face name → fp32 tensor with values large enough that attention and clips matter."""
     generator = torch.Generator().manual_seed(1)
     return {
         name: torch.randn(shape, generator=generator) * (0.1 if len(shape) == 1 else 0.2) + (len(shape) == 1)
@@ -195,8 +195,8 @@ def _turns(length: int, inserted: Sequence[tuple[int, int]]) -> tuple[range, ...
 
 
 def make_routes(arch: Architecture, samples: Sequence[Sample], *, gaps: bool = True) -> list[Tensor]:
-    """Per sample random experts [P + L - 1, layers, k] uint8. With ``gaps``, every fifth sample has none.
-    Responses to one prompt have the same experts in the prompt, except at its last token."""
+    """Return per sample random experts [P + L - 1, layers, k] uint8. With ``gaps``, every fifth sample has
+    none. Responses to one prompt have the same experts in the prompt, except at its last token."""
     assert arch.experts is not None
     generator = torch.Generator().manual_seed(5)
     routes: list[Tensor] = []

@@ -95,7 +95,7 @@ def run(planned: VerifyPlan, config: Config | None, json_file: Path | None) -> b
 
 
 def header() -> str:
-    """Explanation and column titles of the table."""
+    """Return the explanation and column titles of the table."""
     return (
         "Largest errors of each layout against one process in float64, over all losses, splits and models.\n"
         "gradient: relative to the parameter's largest entry; |grad|: relative error of the gradient norm;\n"
@@ -106,7 +106,7 @@ def header() -> str:
 
 
 def lines(layout: str, results: Sequence[Result]) -> str:
-    """One table row per precision."""
+    """Return one table row per precision."""
     table, errors = [], ("log_prob", "log_ratio_sum", "loss", "grad_norm")
     for dtype in dict.fromkeys(result.dtype for result in results):
         rows = [result for result in results if result.dtype == dtype]
@@ -126,7 +126,7 @@ def lines(layout: str, results: Sequence[Result]) -> str:
 
 
 def failures(results: Sequence[Result]) -> list[str]:
-    """The problems of the first ten failed cases."""
+    """Return the problems of the first ten failed cases."""
     failed = [result for result in results if result.problems]
     texts = [
         f"{result.layout}, {_DTYPE_NAMES[result.dtype]}, {result.case.name}, {result.case.split}"
@@ -137,7 +137,7 @@ def failures(results: Sequence[Result]) -> list[str]:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """One line, which names the worst parameter if a case failed."""
+    """Return one line, which names the worst parameter if a case failed."""
     failed = [result for result in results if result.problems]
     layouts = len({result.layout for result in results})
     if not failed:
@@ -150,7 +150,7 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def as_json(results: Sequence[Result], *, world_size: int, collectives: str) -> dict[str, Any]:
-    """Every case, with package versions."""
+    """Return every case, with package versions."""
     return {
         "world_size": world_size,
         "collectives": collectives,

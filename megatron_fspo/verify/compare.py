@@ -73,7 +73,7 @@ def compare(policy: Policy, outcome: Outcome, want: Reference) -> Errors:
 
 
 def reported(want: Reference) -> dict[str, float]:
-    """Metrics of a training step that are compared, with their reference values."""
+    """Return the metrics of a training step that are compared, with their reference values."""
     return {"actor/pg_loss": -want.objective, "actor/entropy": want.entropy, "actor/kl_loss": want.kl}
 
 
@@ -181,8 +181,8 @@ def diagnose(
     replay: bool = False,
     sums: int = 2,
 ) -> list[str]:
-    """Lines ``cause: explanation (figures)``, the likeliest of ``CAUSES`` first; later ones often follow from
-    it. ``replay``: the case replays routes. ``sums``: the loss's ``COLLECTIVES``."""
+    """Return the lines ``cause: explanation (figures)``, the likeliest of ``CAUSES`` first; later ones often
+    follow from it. ``replay``: the case replays routes. ``sums``: the loss's ``COLLECTIVES``."""
     causes = _causes(outcome, want, errors, limit, layout, replay, sums)
     return [f"{cause}: {CAUSES[cause]} ({figures})" for cause, figures in causes]
 
@@ -270,7 +270,7 @@ def _gradient_cause(want: Reference, errors: Errors, limit: float, layout: Layou
 
 
 def _model_cause(wrong: Sequence[str], errors: Errors, layout: Layout) -> tuple[str, str]:
-    """Cause in the backward pass of the model, which is wrong if only some parameters are."""
+    """Return the cause in the backward pass of the model, which is wrong if only some parameters are."""
     first = min(wrong, key=_backward_order)
     cause = "backward"
     if "lm_head.weight" not in errors.gradients and all("embed_tokens" in name for name in wrong):

@@ -79,14 +79,14 @@ def on_ranks(
 
 
 def count_ranks(text: str) -> int:
-    """The smallest number of ranks for a layout."""
+    """Return the smallest number of ranks for a layout."""
     parallel, data, _ = _parse(text)
     stage = parallel.tensor * parallel.context * (data or 1)
     return parallel.pipeline * math.lcm(stage, parallel.expert)
 
 
 def _parse(text: str) -> tuple[Parallel, int | None, dict[str, bool]]:
-    """Parallel sizes, the data-parallel size if it is given, and the other fields of a layout."""
+    """Return parallel sizes, the data-parallel size if it is given, and the other fields of a layout."""
     values: dict[str, int] = {}
     flags, data = {"recompute": False, "moe": False, "lora": False}, None
     for word in text.split(".") if text != "single" else []:
@@ -110,7 +110,7 @@ def _parse(text: str) -> tuple[Parallel, int | None, dict[str, bool]]:
 
 
 def model_of(layout: Layout, arch: Architecture | None) -> Architecture:
-    """``arch`` or a small model, cut to few layers for a layout; ``InputError`` if the two do not fit."""
+    """Return ``arch`` or a small model, cut to a layout's layers; ``InputError`` if the two do not fit."""
     if arch is not None and layout.moe and arch.experts is None:
         raise InputError(f"layout {layout.name}: the model has no experts")
     model = with_layers(arch or (MIXTURE if layout.moe else SMALL), layout.parallel)
@@ -122,8 +122,8 @@ def model_of(layout: Layout, arch: Architecture | None) -> Architecture:
 
 
 def all_layouts(arch: Architecture | None, *, world_size: int) -> list[Layout]:
-    """Tensor × pipeline × context parallel sizes that fit the ranks and the model, and a selection of layouts
-    with other options. Layouts with experts need an ``arch`` that has experts or is None."""
+    """Return tensor × pipeline × context parallel sizes that fit the ranks and the model, and a selection of
+    layouts with other options. Layouts with experts need an ``arch`` that has experts or is None."""
     sizes = [2**i for i in range(world_size.bit_length())]
     names = [
         ".".join(filter(None, [f"tp{tp}", sp, f"pp{pp}", vpp, f"cp{cp}"]))

@@ -83,7 +83,7 @@ def build(
 
 
 def shard_of(row: Row, tensors: Mapping[str, Tensor], policy: Policy) -> Tensor:
-    """This rank's part of a parameter, from whole tensors by their Hugging Face names."""
+    """Return this rank's part of a parameter, from whole tensors by their Hugging Face names."""
     arch, tp, vocab = policy.arch, policy.groups.tp, policy.padded_vocab
     rank, size = (0, 1) if row.of_expert else (tp.rank(), tp.size())
     parts = [
@@ -184,7 +184,7 @@ def run(policy: Policy, case: Case, scored: Scored, samples: Sequence[Sample]) -
 
 
 def _parameters(policy: Policy) -> Iterator[tuple[Row, Any]]:
-    """Row of the weight table and parameter, for each parameter on this rank."""
+    """Yield the row of the weight table and parameter, for each parameter on this rank."""
     for chunk in policy.chunks:
         offset = layer_offset(policy.config, chunk)
         for name, parameter in chunk.named_parameters():
@@ -221,7 +221,7 @@ def _gathered(
     samples: Sequence[Sample],
     policy: Policy,
 ) -> dict[str, Any]:
-    """Fields of :class:`Outcome` in sample order; ``rows`` [4, n] are this rank's. Collective."""
+    """Return the fields of :class:`Outcome` in sample order; ``rows`` [4, n] are this rank's. Collective."""
     groups = policy.groups
     longest = max(sample.completion.length for sample in samples)
     log_probs = rows.new_zeros(len(samples), longest)

@@ -232,7 +232,7 @@ def _defined(
 
 
 def _log_ratios(log_probs: Sequence[Tensor], drifts: Sequence[Tensor]) -> list[Tensor]:
-    """log π − log π_old per sample [L], where log π_old is the constant log π − ``drifts``."""
+    """Return log π − log π_old per sample [L], where log π_old is the constant log π − ``drifts``."""
     for index, (new, drift) in enumerate(zip(log_probs, drifts, strict=True)):
         if drift.shape != new.shape:
             raise ValueError(f"drifts of sample {index} are {[*drift.shape]}; it has {len(new)} tokens")
@@ -318,7 +318,7 @@ def _attention(
     table: tuple[Tensor, Tensor],
     rows: Tensor,
 ) -> Tensor:
-    """softmax(q·kᵀ / √d)·v over earlier tokens of the row, [t, hidden] → [t, hidden].
+    """Return softmax(q·kᵀ / √d)·v over earlier tokens of the row, [t, hidden] → [t, hidden].
 
     h / g adjacent query heads share a KV head. Qwen2 has biases, Qwen3 normalises q and k per head.
     """
@@ -341,13 +341,13 @@ def _attention(
 
 
 def _swiglu(weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
-    """down·(silu(gate·x) ∘ up·x), [t, hidden] → [t, hidden]."""
+    """Return down·(silu(gate·x) ∘ up·x), [t, hidden] → [t, hidden]."""
     gate, up, down = (weights[f"{name}.{part}_proj.weight"] for part in ("gate", "up", "down"))
     return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
 def _mixture(weights: Mapping[str, Tensor], experts: Experts, x: Tensor, routers: Routers) -> Tensor:
-    """Σ_e p_e·swiglu_e(x) over the k experts of each token, [t, hidden] → [t, hidden].
+    """Return Σ_e p_e·swiglu_e(x) over the k experts of each token, [t, hidden] → [t, hidden].
 
     p is the softmax over all experts, or with ``normalize_top_k`` over these k.
     """
@@ -366,7 +366,7 @@ def _mixture(weights: Mapping[str, Tensor], experts: Experts, x: Tensor, routers
 
 
 def _rms_norm(x: Tensor, weight: Tensor, arch: Architecture) -> Tensor:
-    """w ∘ x / √(mean(x²) + ε) over the last dimension."""
+    """Return w ∘ x / √(mean(x²) + ε) over the last dimension."""
     return weight * x / (x.square().mean(dim=-1, keepdim=True) + arch.rms_norm_eps).sqrt()
 
 

@@ -113,20 +113,20 @@ def _weights(arch: Architecture, dtypes: Sequence[torch.dtype]) -> dict[str, Ten
 
 
 def _routes(arch: Architecture, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Routes to replay. With bf16, whose rounding may change a router's choice, they cover every token."""
+    """Draw routes to replay. With bf16, whose rounding may change choices, they cover every token."""
     return make_routes(arch, make_samples(arch), gaps=torch.bfloat16 not in dtypes)
 
 
 def _share(asked: Sequence[Case], turn: int, turns: int, number: int) -> list[Case]:
-    """The cases of one of several precisions. The second gets those of two splits, which vary by layout, so
-    each split is scored in one precision only."""
+    """Return the cases of one of several precisions. The second gets those of two splits, which vary by
+    layout, so each split is scored in one precision only."""
     start = 2 * number + number // len(SPLITS)  # cases() rotates the splits by ``number``
     second = {SPLITS[(start + i) % len(SPLITS)] for i in range(2)}
     return [case for case in asked if turns == 1 or (case.split in second) == (turn == 1)]
 
 
 def possible_dtypes(layout: Layout, dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
-    """The precisions that the layout supports, highest first; the distributed optimizer has no float64."""
+    """Return the layout's precisions, highest first; the distributed optimizer has no float64."""
     possible = [d for d in dtypes if d != torch.float64 or not layout.parallel.distributed_optimizer]
     return sorted(possible, key=lambda dtype: torch.finfo(dtype).eps)
 

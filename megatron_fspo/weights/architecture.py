@@ -187,7 +187,7 @@ def forward_flops(
     prompts: Sequence[int] | None = None,
     lengths: Sequence[int] | None = None,
 ) -> int:
-    """Floating-point operations of a forward pass over separate sequences; a multiply-add counts as 2.
+    """Return the FLOPs of a forward pass over separate sequences; a multiply-add counts as 2.
 
     A sequence of T = prompt + response tokens, L of them written by the policy, costs, with P =
     ``layer_size``::

@@ -89,7 +89,7 @@ class ChunkReader:
         return self.tensors[key][1]
 
     def chunks(self, key: str) -> list[Box]:
-        """The boxes into which a tensor was cut."""
+        """Return the boxes into which a tensor was cut."""
         if key not in self._chunks:
             whole = self.shape(key)
             chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._stored[key].chunks]
@@ -156,7 +156,7 @@ class ChunkReader:
 
 
 def _intersection(a: Box, b: Box) -> Box | None:
-    """The common box of two boxes; None if it is empty or their dimensions differ in number."""
+    """Return the common box of two boxes; None if it is empty or their dimensions differ in number."""
     if len(a[0]) != len(b[0]):
         return None
     first = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
@@ -166,7 +166,7 @@ def _intersection(a: Box, b: Box) -> Box | None:
 
 
 def _slices(box: Box, origin: tuple[int, ...]) -> tuple[slice, ...]:
-    """Slices of a box in a tensor whose first value is at ``origin``."""
+    """Return the slices of a box in a tensor whose first value is at ``origin``."""
     return tuple(slice(at - o, at - o + size) for at, size, o in zip(*box, origin, strict=True))
 
 

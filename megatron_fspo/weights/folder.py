@@ -107,7 +107,7 @@ def copy_side_files(source: Path, folder: Path, dtype: torch.dtype | None) -> No
 
 
 def _old(out: Path) -> Path:
-    """Path of the earlier checkpoint while the new one is renamed."""
+    """Return the path of the earlier checkpoint while the new one is renamed."""
     return out.with_name(f".{out.name}.old")
 
 
@@ -129,7 +129,7 @@ def _replace(out: Path, partial: Path) -> None:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -155,7 +155,7 @@ def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """Relative path → SHA-256; raises as :func:`check_sums` if the list is damaged or unreadable."""
+    """Return relative path → SHA-256; raises as :func:`check_sums` if the list is damaged or unreadable."""
     path = folder / SUMS
     try:
         raw = path.read_bytes()
@@ -194,7 +194,7 @@ def patiently(read: Callable[[], T]) -> T:
 
 
 def failed_read(error: Exception) -> OSError | None:
-    """The file system error that prevented a read; None if a file is damaged or missing."""
+    """Return the file system error that prevented a read; None if a file is damaged or missing."""
     cause = error if isinstance(error, OSError) else error.__cause__
     missing = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
     return cause if isinstance(cause, OSError) and not isinstance(cause, missing) else None

@@ -129,7 +129,7 @@ def iterate_hf_tensors(
     layer_offset: int = 0,
     expert_offset: int = 0,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The Hugging Face tensors of one model chunk, with one parameter in memory at a time. Collective.
+    """Yield the Hugging Face tensors of one model chunk, with one parameter in memory at a time. Collective.
 
     ``gather(shard)`` is a collective that returns all tensor-parallel ranks' shards in rank order, or None on
     a rank that does not export. **Every** rank must exhaust this iterator.

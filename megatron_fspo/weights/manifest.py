@@ -121,7 +121,7 @@ class Difference:
 def compare(
     first: Reader, second: Reader, arch: Architecture, progress: Callable[[int], object] = lambda _: None
 ) -> Iterator[Difference]:
-    """The tensors of ``arch`` that differ; each checkpoint is read once, block by block."""
+    """Yield the tensors of ``arch`` that differ; each checkpoint is read once, block by block."""
     for name in expected_hf_shapes(arch):
         absent = [reader for reader in (first, second) if name not in reader.names()]
         kinds = [
@@ -156,7 +156,7 @@ def _differing(a: Tensor, b: Tensor) -> tuple[int, float]:
 def compare_with_manifest(
     reader: Reader, recorded: Mapping[str, TensorRecord], progress: Callable[[int], object] = lambda _: None
 ) -> Iterator[Difference]:
-    """The tensors that differ from the manifest."""
+    """Yield the tensors that differ from the manifest."""
     records: dict[str, TensorRecord] = {}
     for name in sorted(recorded.keys() | reader.names()):
         if name not in reader.names():

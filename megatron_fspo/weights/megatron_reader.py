@@ -145,5 +145,5 @@ class MegatronReader:
 
 
 def data_folder(checkpoint_dir: Path) -> Path:
-    """The folder with ``.metadata``: ``checkpoint_dir`` or its subfolder ``torch_dist``."""
+    """Return the folder with ``.metadata``: ``checkpoint_dir`` or its subfolder ``torch_dist``."""
     return checkpoint_dir if (checkpoint_dir / METADATA).is_file() else checkpoint_dir / SUBFOLDER

@@ -75,7 +75,7 @@ def write_megatron_checkpoint(
 
 
 def _leading(row: Row, layer: int, expert: int) -> tuple[int, ...]:
-    """The parameter's indices in the dimensions of layers and experts, if it has them."""
+    """Return the parameter's indices in the dimensions of layers and experts, if it has them."""
     return (layer,) * row.of_layer + (expert,) * row.of_expert
 
 
@@ -97,7 +97,7 @@ def _global_tensors(
 def _chunks(
     row: Row, blocks: Callable[[str], Iterator[Tensor]], arch: Architecture
 ) -> Iterator[tuple[int, Tensor]]:
-    """First row and values of each chunk of a parameter."""
+    """Yield first row and values of each chunk of a parameter."""
     if row.layout == "qkv":
         parts = [torch.cat(list(blocks(tensor.name))) for tensor in row.hf]
         yield 0, to_megatron_shard(row, parts, arch, shard_shape(row, arch, 1, arch.vocab_size))

@@ -23,13 +23,13 @@ class Reader(Protocol):
     def names(self) -> set[str]: ...
 
     def file(self, name: str) -> Path:
-        """The file that contains a tensor; the first, if there are several."""
+        """Return the file that contains a tensor; the first, if there are several."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype that ``read`` returns. Raises ``InputError`` unless it is a plain float."""
+        """Return the dtype that ``read`` returns. Raises ``InputError`` unless it is a plain float."""
         ...
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
@@ -38,13 +38,13 @@ class Reader(Protocol):
 
 
 def size_in_bytes(reader: Reader, names: Iterable[str] | None = None) -> int:
-    """Bytes of the given tensors as read; default: of all."""
+    """Return the bytes of the given tensors as read; default: of all."""
     names = reader.names() if names is None else names
     return sum(torch.Size(reader.shape(name)).numel() * reader.dtype(name).itemsize for name in names)
 
 
 def row_blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[slice]:
-    """Ranges of rows (dimension 0) of at most 256 MiB, or of one row if that is larger."""
+    """Yield ranges of rows (dimension 0) of at most 256 MiB, or of one row if that is larger."""
     row_bytes = itemsize * torch.Size(shape[1:]).numel()
     step = max(1, BLOCK_BYTES // row_bytes)
     for first in range(0, shape[0], step):
@@ -69,7 +69,7 @@ def check_finite(values: Tensor, name: str) -> None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype's name in ``config.json``, such as ``bfloat16``."""
+    """Return the dtype's name in ``config.json``, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 

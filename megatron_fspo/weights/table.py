@@ -75,7 +75,7 @@ class Row:
         return ".experts." in self.key
 
     def at(self, layer: int, expert: int = 0) -> Row:
-        """The row of one layer and expert, numbered over the whole model."""
+        """Return the row of one layer and expert, numbered over the whole model."""
         hf = tuple(replace(t, name=t.name.format(layer=layer, expert=expert)) for t in self.hf)
         return replace(self, hf=hf)
 
@@ -156,7 +156,7 @@ def _moe(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
 
 
 def _adapter(linear: str, target: str, hf: str, outputs: Size, inputs: Size) -> tuple[Row, Row]:
-    """A and B of a target in a linear layer, with PEFT's tensor names without its prefix."""
+    """Return A and B of a target in a linear layer, with PEFT's tensor names without its prefix."""
     name, column = f"{_M}{linear}.adapters.{target}", linear.endswith(("qkv", "fc1"))
     a = _hf(f"{_H}{hf}.lora_A.weight", "lora_rank", inputs)
     b = _hf(f"{_H}{hf}.lora_B.weight", outputs, "lora_rank")
@@ -192,12 +192,12 @@ TABLES: Mapping[str, tuple[Row, ...]] = MappingProxyType(
 
 
 def rows(arch: Architecture) -> tuple[Row, ...]:
-    """The architecture's table with its output layer."""
+    """Return the architecture's table with its output layer."""
     return (*TABLES[arch.model_type], _TIED_OUTPUT if arch.tied else _UNTIED_OUTPUT)
 
 
 def adapter_rows(arch: Architecture) -> tuple[Row, ...]:
-    """A and B of every target; checkpoints of the model itself do not have them."""
+    """Return A and B of every target; checkpoints of the model itself do not have them."""
     return tuple(
         row for target in (arch.adapters.targets if arch.adapters else ()) for row in _ADAPTERS[target]
     )
@@ -218,7 +218,7 @@ def has_parameter(arch: Architecture, megatron_name: str) -> bool:
 
 
 def resolve(megatron_name: str, arch: Architecture, layer_offset: int = 0, expert_offset: int = 0) -> Row:
-    """The row of a parameter named as in ``GPTModel.named_parameters()``.
+    """Return the row of a parameter named as in ``GPTModel.named_parameters()``.
 
     Megatron counts layers from 0 in each model chunk, and experts from 0 on each expert-parallel rank; the
     offsets are the numbers before them.
@@ -250,7 +250,7 @@ def expected_hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def whole_model(arch: Architecture) -> Iterator[tuple[Row, int, int]]:
-    """Row, layer and expert of every parameter, in the order of the forward pass."""
+    """Yield the row, layer and expert of every parameter, in the order of the forward pass."""
     table = [row for row in rows(arch) if not row.copy]
     embedding, *others = (row for row in table if not row.of_layer)
     yield embedding, 0, 0
@@ -269,7 +269,7 @@ def tied_copies(arch: Architecture) -> dict[str, str]:
 
 
 def shard_shape(row: Row, arch: Architecture, tp_size: int, padded_vocab: int) -> tuple[int, ...]:
-    """The shape of the Megatron parameter on one rank."""
+    """Return the shape of the Megatron parameter on one rank."""
     first, *others = [tensor.shape(arch) for tensor in row.hf]
     match row.layout:
         case "replicated":
@@ -286,7 +286,7 @@ def shard_shape(row: Row, arch: Architecture, tp_size: int, padded_vocab: int) -
 
 
 def shard_slices(row: Row, arch: Architecture, tp_rank: int, tp_size: int, padded_vocab: int) -> list[Slices]:
-    """The part of each Hugging Face tensor of ``row`` that one rank holds.
+    """Return the part of each Hugging Face tensor of ``row`` that one rank holds.
 
     Heads of a query group are adjacent in ``q_proj``, so a range of query groups is a range of rows.
     """

@@ -73,7 +73,7 @@ def run(inputs: Inputs, recipes: Sequence[str], responses: Path | None) -> Calib
 
 
 def report(calibration: Calibration, inputs: Inputs) -> str:
-    """The text for the console."""
+    """Return the text for the console."""
     folder = inputs.config.run_folder
     return (
         f"{render(calibration)}\n\n  for `loss.noise`   {folder / FILE}\n  page               {folder / PAGE}"
@@ -81,7 +81,7 @@ def report(calibration: Calibration, inputs: Inputs) -> str:
 
 
 def band_of_run(config: Config) -> FSPOBand:
-    """The band that a run begins with.
+    """Return the band that a run begins with.
 
     Raises:
         InputError: its loss has none on √L.

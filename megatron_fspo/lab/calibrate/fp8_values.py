@@ -24,7 +24,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 def quantize(
     values: Tensor, recipe: str, *, weight: bool = False, dtype: torch.dtype = E4M3
 ) -> tuple[Tensor, Tensor]:
-    """FP8 values [m, k], and the fp32 number that each is to be multiplied by, broadcastable to [m, k].
+    """Return FP8 values [m, k], and the fp32 number to multiply each by, broadcastable to [m, k].
 
     Args:
         values: [m, k], finite.
@@ -46,13 +46,13 @@ def quantize(
 
 
 def through_fp8(values: Tensor, recipe: str, *, weight: bool = False, dtype: torch.dtype = E4M3) -> Tensor:
-    """Values [..., k] as the product sees them, in their own dtype."""
+    """Return values [..., k] as the product sees them, in their own dtype."""
     quantized, inverse = quantize(values.reshape(-1, values.shape[-1]), recipe, weight=weight, dtype=dtype)
     return (quantized.float() * inverse).view(values.shape).to(values.dtype)
 
 
 def _by_block(values: Tensor, block: tuple[int, int]) -> Tensor:
-    """[m, k] → [m / rows, rows, k / columns, columns], filled up with zeros."""
+    """Return [m, k] → [m / rows, rows, k / columns, columns], filled up with zeros."""
     rows, columns = block
     m, k = values.shape
     filled = F.pad(values, (0, -k % columns, 0, -m % rows))

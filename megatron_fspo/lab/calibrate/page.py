@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from megatron_fspo.evaluation.tables import by_column, columns, interval, number, percent
+from megatron_fspo.evaluation.tables import Table, by_column, columns, number, percent, with_interval
 from megatron_fspo.lab.report.drawing import COLOURS, EDGE, GREY, legend, length_axis, picture, share_axis
-from megatron_fspo.lab.report.page import template
+from megatron_fspo.lab.report.html import render_page
 from megatron_fspo.trainer.noise import Calibration, Interval, NoiseRecord, lengths_up_to
 
 _COLOURS = (*COLOURS[:4], GREY)
@@ -26,12 +25,8 @@ KINDS = {
 
 
 def render(calibration: Calibration) -> str:
-    """The text for the console."""
+    """Return the text for the console."""
     return "\n".join(_lines(calibration))
-
-
-def _noisy(calibration: Calibration) -> list[NoiseRecord]:
-    return [one for one in calibration.comparisons if (one.sigma[0] or 0) > 0]
 
 
 def _lines(calibration: Calibration) -> Iterator[str]:
@@ -42,25 +37,11 @@ def _lines(calibration: Calibration) -> Iterator[str]:
     )
     yield f"band: {calibration.band}; 95% intervals over prompts"
     yield ""
-    comparisons = calibration.comparisons
-    table = {
-        "comparison": [KINDS[one.kind] for one in comparisons],
-        "precision": [name(one) for one in comparisons],
-        "sigma / √token": [both(one.sigma) for one in comparisons],
-        "drift / token": [both(one.drift) for one in comparisons],
-        "exponent": [both(one.exponent, ".2f") for one in comparisons],
-        "L*": [both(one.crossover, ",.0f") for one in comparisons],
-        "smallest c": [both(one.smallest_c) for one in comparisons],
-        "c, centred": [both(one.smallest_c_centred) for one in comparisons],
-    }
-    if calibration.flipped:
-        table["flipped"] = [percent(one.flips.tokens) if one.flips else "-" for one in comparisons]
-        table["sigma without"] = [both(one.flips.sigma_without) if one.flips else "-" for one in comparisons]
-    yield from columns(*by_column(table))
+    yield from columns(*_comparisons(calibration))
     yield ""
-    longest = calibration.max_response_tokens
     if calibration.flipped:
         yield "flipped: tokens whose router takes other experts; not compared with other packs"
+    longest = calibration.max_response_tokens
     yield f"smallest c: noise alone leaves 1% outside at {longest} tokens; centred: on drift"
     if calibration.first_updates is not None:
         yield f"c = 2 sigma-hat of the first off-policy updates: {both(calibration.first_updates)}"
@@ -71,70 +52,84 @@ def _lines(calibration: Calibration) -> Iterator[str]:
             )
     else:
         yield "no off-policy update was seen: responses were given, or too few groups had a spread"
+    noisy = _noisy(calibration)
+    if not noisy:
+        return
     yield ""
-    if noisy := _noisy(calibration):
-        yield from _by_length(calibration, noisy)
-
-
-def _by_length(calibration: Calibration, noisy: Sequence[NoiseRecord]) -> Iterator[str]:
     yield "share of responses that noise alone puts outside the band, by length"
     tokens = [f"{at.length}{'' if at.length <= calibration.longest else ' *'}" for at in noisy[0].by_length]
-    rates = {f"{one.kind}, {name(one)}": [both(at.clip_rate, ".1%") for at in one.by_length] for one in noisy}
+    rates = {
+        f"{one.kind}, {_name(one)}": [both(at.clip_rate, ".1%") for at in one.by_length] for one in noisy
+    }
     yield from columns(*by_column({"tokens": tokens} | rates))
-    if calibration.longest < calibration.max_response_tokens:
+    if calibration.longest < longest:
         yield "* longer than any that was measured"
     yield ""
     yield "the same, predicted from the other half of the prompts, and measured"
-    checks = [(one, check) for one in noisy for check in one.checks]
-    table = {
-        "tokens": [f"{check.low}-{check.high}" for _, check in checks],
-        "responses": [str(check.responses) for _, check in checks],
-        "comparison": [f"{one.kind}, {name(one)}" for one, _ in checks],
-        "predicted": [f"{check.predicted:.1%}" for _, check in checks],
-        "measured": [both(check.measured, ".1%") for _, check in checks],
+    yield from columns(*_checks(noisy))
+
+
+def _noisy(calibration: Calibration) -> list[NoiseRecord]:
+    return [one for one in calibration.comparisons if (one.sigma[0] or 0) > 0]
+
+
+def _comparisons(calibration: Calibration) -> Table:
+    comparisons = calibration.comparisons
+    cells = {
+        "comparison": [KINDS[one.kind] for one in comparisons],
+        "precision": [_name(one) for one in comparisons],
+        "sigma / √token": [both(one.sigma) for one in comparisons],
+        "drift / token": [both(one.drift) for one in comparisons],
+        "exponent": [both(one.exponent, ".2f") for one in comparisons],
+        "L*": [both(one.crossover, ",.0f") for one in comparisons],
+        "smallest c": [both(one.smallest_c) for one in comparisons],
+        "c, centred": [both(one.smallest_c_centred) for one in comparisons],
     }
-    yield from columns(*by_column(table))
+    if calibration.flipped:
+        cells["flipped"] = [percent(one.flips.tokens) if one.flips else "-" for one in comparisons]
+        cells["sigma without"] = [both(one.flips.sigma_without) if one.flips else "-" for one in comparisons]
+    return by_column(cells)
 
 
-def name(one: NoiseRecord) -> str:
-    """Its precision, and whether that is the real one."""
+def _checks(noisy: Sequence[NoiseRecord]) -> Table:
+    checks = [(one, check) for one in noisy for check in one.checks]
+    return by_column(
+        {
+            "comparison": [f"{one.kind}, {_name(one)}" for one, _ in checks],
+            "tokens": [f"{check.low}–{check.high}" for _, check in checks],
+            "responses": [str(check.responses) for _, check in checks],
+            "predicted": [f"{check.predicted:.1%}" for _, check in checks],
+            "measured": [both(check.measured, ".1%") for _, check in checks],
+        }
+    )
+
+
+def _name(one: NoiseRecord) -> str:
+    """Return its precision, and whether that is emulated."""
     return f"{one.precision} (emulated)" if one.emulated else one.precision
 
 
 def both(figure: Interval, form: str = ".2g") -> str:
-    """A figure and its interval."""
-    return f"{number(figure[0], form)} {ends(figure, form)}".rstrip()
-
-
-def ends(figure: Interval, form: str = ".2g") -> str:
-    """The interval of a figure; empty where the figure is 0 or has none."""
-    return interval(figure[1], figure[2], form) if figure[0] else ""
+    """Format a figure with its interval; a 0 has none."""
+    return with_interval(*figure, form) if figure[0] else number(figure[0], form)
 
 
 def write_page(calibration: Calibration, path: Path) -> None:
-    """Write the page."""
+    """Write the calibration as an HTML file."""
     svgs = {}
     if noisy := _noisy(calibration):
         in_s = [one for one in noisy if one.kind in ("sampler", "updates")]
         passes = [one for one in noisy if one.kind in ("sampler", "precision")]
         svgs["rates"] = _rates(in_s, calibration.longest)
         svgs["spread"] = _spread(passes, calibration.max_response_tokens)
-    text = template(Path(__file__).with_name("page.html")).render(
-        calibration=calibration,
-        noisy=noisy,
-        kinds=KINDS,
-        name=name,
-        number=number,
-        percent=percent,
-        ends=ends,
-        svgs={key: Markup(svg) for key, svg in svgs.items()},
-    )
-    path.write_text(text, encoding="utf-8")
+    template = Path(__file__).with_name("page.html")
+    content = {"comparisons": _comparisons(calibration), "checks": _checks(noisy), "both": both}
+    path.write_text(render_page(template, svgs, calibration=calibration, **content), encoding="utf-8")
 
 
 @picture(4.6, 3.6)
 def _rates(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
-    """Share outside the band by noise alone, with its interval."""
+    """Draw the share outside the band by noise alone, with its interval."""
     axes = figure.subplots()
     for one, colour in zip(noisy, _COLOURS, strict=False):
         at = [x.length for x in one.by_length]
@@ -157,10 +152,9 @@ def _spread(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
         axes.plot(at, [sigma * n**0.5 for n in at], color=colour, lw=1.4, label=_label(one))
         axes.plot(at, [drift * n for n in at], color=colour, lw=1, ls="--")
     length_axis(axes)
-    axes.set_yscale("log")
+    axes.set(yscale="log", ylabel="nats: spread, drift (dashed)")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_ylabel("nats: spread, drift (dashed)")
     legend(axes, columns=2)
 
 

@@ -18,7 +18,7 @@ _MOST_TIMES = 20
 
 
 def noise_alone(dump: Dump) -> tuple[Dump, Source]:
-    """The responses, each as often as any other, with S of noise, and where that comes from.
+    """Return the responses, each as often as any other, with S of noise, and where that comes from.
 
     sampler: S = Σ_t (log π_old − log π_sampler), of two policies that should agree: as measured.
     signs: each token's log-ratio with a sign at random: the same sizes, without a direction.
@@ -49,6 +49,6 @@ def noise_alone(dump: Dump) -> tuple[Dump, Source]:
 
 
 def _totals(tokens: Tensor, lengths: Tensor) -> Tensor:
-    """[N] sums over the tokens [T] of each response."""
+    """Return [N] sums over the tokens [T] of each response."""
     owner = torch.arange(len(lengths)).repeat_interleave(lengths)
     return tokens.new_zeros(len(lengths)).index_add_(0, owner, tokens)

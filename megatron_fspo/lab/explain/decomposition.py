@@ -55,8 +55,8 @@ class Halves:
 
 
 def halves_of(log_ratios: Tensor, lengths: Tensor) -> Halves:
-    """The halves of responses from the log-ratios [T] of their tokens, response by response, in nats, and all
-    lengths L [N]; responses of one token are left out."""
+    """Return the halves of responses from the log-ratios [T] of their tokens, response by response, in nats,
+    and all lengths L [N]; responses of one token are left out."""
     ends = lengths.cumsum(0)
     middles = ends - lengths + lengths // 2
     sums = torch.cat([log_ratios.new_zeros(1, dtype=torch.float64), log_ratios.double().cumsum(0)])
@@ -86,7 +86,7 @@ class Decomposition:
         return (self.noise / self.signal) ** 2 if self.signal else math.inf
 
     def exponent(self, length: float) -> float:
-        """The a of spread ∝ L^a near this length: ½ far below L*, 1 far above; NaN if nothing spreads.
+        """Return the a of spread ∝ L^a near this length: ½ far below L*, 1 far above; NaN if nothing spreads.
 
         Below ½ where ``signal_squared`` is below 0, so that its mean over draws is not too high.
         """
@@ -134,13 +134,13 @@ class Parts:
 
 
 def blocks_of(clusters: Tensor) -> Tensor:
-    """[N] the block of each row, for intervals: all rows of a cluster in one."""
+    """Return [N] the block of each row, for intervals: all rows of a cluster in one."""
     positions: Tensor = torch.unique(clusters, return_inverse=True)[1]
     return positions % _BLOCKS
 
 
 def growth(log_ratio_sums: Tensor, lengths: Tensor, clusters: Tensor) -> Exponent | str:
-    """a in spread(S) ∝ L^a of S [N] and L [N], by clusters [N]; or why it cannot be measured."""
+    """Return a in spread(S) ∝ L^a of S [N] and L [N], by clusters [N]; or why it cannot be measured."""
     try:
         return measure_exponent(log_ratio_sums, lengths, blocks_of(clusters))
     except ValueError as error:
@@ -148,8 +148,8 @@ def growth(log_ratio_sums: Tensor, lengths: Tensor, clusters: Tensor) -> Exponen
 
 
 def take_apart(log_ratios: Tensor, lengths: Tensor, clusters: Tensor) -> Parts | None:
-    """The parts of S, from the log-ratios [T] of tokens, response by response, in nats, and lengths L [N];
-    None where too few responses or clusters differ. Rows of different clusters [N] int64 are independent."""
+    """Return the parts of S, from the log-ratios [T] of tokens, response by response, and lengths L [N]; None
+    where too few responses or clusters differ. Rows of different clusters [N] int64 are independent."""
     halves = halves_of(log_ratios, lengths)
     blocks = blocks_of(clusters[lengths > 1])
     if len(blocks) < _LEAST or (last := int(blocks.max())) < _LEAST_BLOCKS - 1:

@@ -23,6 +23,7 @@ from megatron_fspo.objective.fairness import length_bins
 
 NUM_BINS = 8
 _EXAMPLES = 3
+_QUARTILES = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ class Disagreement:
     """Responses among these with some tokens clipped and others not."""
     share: float
     """Share of the responses with A ≠ 0."""
-    lengths: tuple[int, int, int]
+    lengths: tuple[int, ...]
     """Quartiles of their L; zeros where there are none."""
     rising: float
     """Share with A > 0, NaN where there are none."""
@@ -175,7 +176,7 @@ def explanation_of(dump: Dump, losses: Sequence[PolicyLossConfig], rate: float |
 def _of_loss(
     loss: PolicyLossConfig, dump: Dump, decided: Decisions, by_noise: Tensor, bins: Tensor
 ) -> OfLoss:
-    """``by_noise`` [a multiple of N] bool: outside, of the responses of ``noise_alone``."""
+    """Return the figures of a loss; ``by_noise`` [a multiple of N] bool: outside, of ``noise_alone``."""
     counts, judged = ~decided.dropped, ~decided.dropped & (dump.advantages != 0)
     noisy = by_noise.double().view(-1, len(dump)).mean(0)
     clipped, lengths = decided.clipped > 0, dump.lengths
@@ -225,6 +226,7 @@ def _disagreements(
     judged = int((dump.advantages != 0).sum())
     for one, other in itertools.permutations(range(len(names)), 2):
         rows = torch.nonzero((fates[one] == 0) & ((fates[other] == 1) | (fates[other] == 2)))[:, 0]
+        lengths = dump.lengths[rows].double()
         heaviest = rows[decisions[one].mass[rows].argsort(descending=True)[:_EXAMPLES]]
         yield Disagreement(
             kept_by=names[one],
@@ -232,18 +234,11 @@ def _disagreements(
             responses=len(rows),
             in_part=int((fates[other][rows] == 2).sum()),
             share=len(rows) / judged if judged else math.nan,
-            lengths=_quartiles(dump.lengths[rows]),
+            lengths=tuple(lengths.quantile(_QUARTILES).int().tolist()) if len(rows) else (0, 0, 0),
             rising=_mean(dump.advantages[rows] > 0),
             mean_reward=math.nan if dump.rewards is None else _mean(dump.rewards[rows]),
             examples=tuple(dump.rows[heaviest].tolist()),
         )
-
-
-def _quartiles(lengths: Tensor) -> tuple[int, int, int]:
-    if not len(lengths):
-        return 0, 0, 0
-    low, median, high = lengths.double().quantile(torch.tensor([0.25, 0.5, 0.75]).double()).int().tolist()
-    return low, median, high
 
 
 def _mean(values: Tensor) -> float:

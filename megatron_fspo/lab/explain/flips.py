@@ -46,7 +46,7 @@ class Flips:
 
 
 def flips_of(dump: Dump, losses: Sequence[PolicyLossConfig], bins: Tensor) -> Flips:
-    """The figures of a dump by bin of length [N]; of losses that decide by S, not by its tokens."""
+    """Return the figures of a dump by bin of length [N]; of losses that decide by S, not by its tokens."""
     part, sums, lengths = dump.flipped_log_ratio_sum, dump.log_ratio_sum, dump.lengths
     without = replace(dump, log_ratio_sum=sums - part, log_ratio=None)
     clipped = {

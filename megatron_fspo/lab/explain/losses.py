@@ -62,18 +62,18 @@ class Decisions:
         return self.clipped_low + self.clipped_high + self.dual_clipped
 
     def fates(self, advantages: Tensor) -> Tensor:
-        """[N] index into ``FATES``."""
+        """Return [N] index into ``FATES``."""
         fates = torch.where(self.clipped > 0, torch.where(self.clipped < 1 - 1e-9, 2, 1), 0)
         return fates.masked_fill(advantages == 0, 4).masked_fill(self.dropped, 3)
 
     def effective_sample_size(self, responses: Tensor) -> float:
-        """ESS of the importance weights of some responses [N] bool; NaN where there are none."""
+        """Return the ESS of the importance weights of some responses [N] bool; NaN where there are none."""
         chosen = self.weights[responses[self.owner]]
         return effective_sample_size(chosen) if len(chosen) else math.nan
 
 
 def with_limits(words: Sequence[str]) -> tuple[PolicyLossConfig, ...]:
-    """The losses with the limits of the command line: ``--fspo.c-high 0.04``.
+    """Return the losses with the limits of the command line: ``--fspo.c-high 0.04``.
 
     Raises:
         InputError: a loss, a key or a value that there is not.
@@ -109,12 +109,12 @@ def _checked(loss: PolicyLossConfig, keys: Mapping[str, Any]) -> PolicyLossConfi
 
 
 def known_for(dump: Dump, losses: Sequence[PolicyLossConfig]) -> list[PolicyLossConfig]:
-    """The losses whose decisions follow from the dump: limits on tokens and prefixes need those."""
+    """Return the losses whose decisions follow from the dump: limits on tokens and prefixes need those."""
     return [loss for loss in losses if dump.log_ratio is not None or loss.band() is not None]
 
 
 def reach(loss: PolicyLossConfig, dump: Dump) -> Tensor:
-    """[N] the factor by which the band has to be scaled for S to lie on its edge; above 1 outside.
+    """Return [N] the factor by which the band has to be scaled for S to lie on its edge; above 1 outside.
 
     Where limits hold for every prefix or token, the largest of those.
     """
@@ -131,7 +131,7 @@ def reach(loss: PolicyLossConfig, dump: Dump) -> Tensor:
 
 
 def reach_of_sums(band: ClipBand, sums: Tensor, lengths: Tensor) -> Tensor:
-    """:func:`reach` from S [N] and L [N], for a band on S."""
+    """Return the :func:`reach` from S [N] and L [N], for a band on S."""
     low, high = band.bounds(lengths)
     centre = band.drift * lengths
     off = sums - centre
@@ -139,8 +139,8 @@ def reach_of_sums(band: ClipBand, sums: Tensor, lengths: Tensor) -> Tensor:
 
 
 def factor_for(far: Tensor, rate: float) -> float:
-    """The factor on a band's limits that puts this share of the responses, in [0, 1], outside, as near as N
-    allows; ``far`` [N] is their :func:`reach`."""
+    """Return the factor on a band's limits that puts this share of the responses, in [0, 1], outside, as near
+    as N allows; ``far`` [N] is their :func:`reach`."""
     # Responses with the same reach leave the band together.
     edges, counts = torch.unique(far, return_counts=True)
     outside = len(far) - counts.cumsum(0)  # with a factor just above each
@@ -151,7 +151,7 @@ def factor_for(far: Tensor, rate: float) -> float:
 
 
 def judge(loss: PolicyLossConfig, dump: Dump) -> Decisions:
-    """The decisions of the loss on the dump."""
+    """Return the decisions of the loss on the dump."""
     if loss.band() is not None:
         # All tokens of a response have one weight: a row stands for them.
         return _judge(loss, dump, slice(0, len(dump)), dump.log_ratio_sum, None, torch.arange(len(dump)))
@@ -172,7 +172,7 @@ def judge(loss: PolicyLossConfig, dump: Dump) -> Decisions:
 def _inputs(
     dump: Dump, responses: slice, log_ratio: Tensor, old_log_probs: Tensor | None, segment: Tensor
 ) -> LossInputs:
-    """Some responses as a micro-batch, on one rank, of a step that is the dump.
+    """Return some responses as a micro-batch, on one rank, of a step that is the dump.
 
     Each has as many of the rows ``log_ratio`` as tokens, or one for all of them, without log-probs.
     """
@@ -220,7 +220,7 @@ def _judge(
 
 
 def _prefix_sums(values: Tensor, lengths: Tensor) -> Tensor:
-    """[k, T] sums over each response up to and with each token."""
+    """Return [k, T] sums over each response up to and with each token."""
     running = values.cumsum(1)
     first = lengths.cumsum(0) - lengths
     before = (running - values)[:, first]

@@ -5,43 +5,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from megatron_fspo import __version__
 from megatron_fspo.lab.explain.explanation import Bin, Explanation, OfLoss
 from megatron_fspo.lab.explain.text import bins_table, fates_table, losses_table, sentences
 from megatron_fspo.lab.report.drawing import COLOURS, legend, length_axis, picture, share_axis
-from megatron_fspo.lab.report.page import template
+from megatron_fspo.lab.report.html import render_page
 
 
 def write_page(explanation: Explanation, path: Path) -> None:
-    """Write the page."""
-    bins, given = explanation.bins, explanation.given
-    compared = explanation.matched or given
+    """Write the comparison as an HTML file."""
+    bins, given, matched = explanation.bins, explanation.given, explanation.matched
+    compared = matched or given
     svgs = {
         "given": _by_length(bins, given, "out_of_band", "outside the band"),
-        "matched": _by_length(bins, compared, "out_of_band", "outside the band"),
         "noise": _by_length(bins, given, "noise", "outside by noise alone"),
         "ess": _by_length(bins, compared, "ess", "effective sample size"),
         "mass": _by_length(bins, compared, "mass", "share of the gradient"),
     }
-    text = template(Path(__file__).with_name("page.html")).render(
+    if matched:
+        svgs["matched"] = _by_length(bins, matched, "out_of_band", "outside the band")
+    text = render_page(
+        Path(__file__).with_name("page.html"),
+        svgs,
         explanation=explanation,
         words=list(sentences(explanation)),
         given=losses_table(given),
-        matched=losses_table(explanation.matched),
+        matched=losses_table(matched),
         bins=bins_table(explanation, compared),
         fates=fates_table(explanation),
-        svgs={name: Markup(svg) for name, svg in svgs.items()},
-        version=__version__,
     )
     path.write_text(text, encoding="utf-8")
 
 
 @picture(4.6, 3.2)
 def _by_length(figure: Figure, bins: Sequence[Bin], losses: Sequence[OfLoss], name: str, label: str) -> None:
-    """One of the ``LengthFigures``, by its name."""
+    """Draw one of the ``LengthFigures``, by its name."""
     axes = figure.subplots()
     at = [(one.low * one.high) ** 0.5 for one in bins]
     for one, colour in zip(losses, COLOURS, strict=False):

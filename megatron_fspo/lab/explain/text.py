@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_fspo.evaluation.intervals import Estimate
-from megatron_fspo.evaluation.tables import by_column, columns, number, percent, plain, with_interval
+from megatron_fspo.evaluation.tables import Table, by_column, columns, number, percent, plain, with_interval
 from megatron_fspo.lab.explain.decomposition import Parts
 from megatron_fspo.lab.explain.explanation import Explanation, OfLoss
 from megatron_fspo.lab.explain.flips import Flips
@@ -16,8 +16,6 @@ from megatron_fspo.lab.explain.losses import FATES
 from megatron_fspo.objective import LengthReweightingError
 from megatron_fspo.objective.calibration import Exponent
 
-Table = tuple[list[str], list[tuple[str, ...]]]
-"""Head and rows."""
 NOISE = {
     "sampler": "the measured difference between trainer and sampler",
     "signs": "the tokens' log-ratios with signs at random, as if all of S were chance",
@@ -30,7 +28,6 @@ INDEPENDENT = {
     "row": "all {:,} rows as independent: the dump names neither prompts nor responses",
 }
 """Kind of the clusters → its words."""
-_SEVERAL = 3  # disagreements in the sentences, the largest
 
 
 def as_json(explanation: Explanation) -> dict[str, Any]:
@@ -62,7 +59,7 @@ def as_json(explanation: Explanation) -> dict[str, Any]:
 
 
 def fates(explanation: Explanation) -> Iterator[str]:
-    """A line of JSON for each response: its row, L, S, A, and its fate with each loss."""
+    """Yield a line of JSON for each response: its row, L, S, A, and its fate with each loss."""
     dump = explanation.dump
     columns = {"row": dump.rows, "length": dump.lengths, "log_ratio_sum": dump.log_ratio_sum}
     tensors = [*columns.values(), dump.advantages]
@@ -74,7 +71,7 @@ def fates(explanation: Explanation) -> Iterator[str]:
 
 
 def losses_table(losses: Sequence[OfLoss]) -> Table:
-    """The figures of each loss over all responses."""
+    """Return the figures of each loss over all responses."""
     within = [one.lre_within_update for one in losses if one.lre_within_update is not None]
     return by_column(
         {
@@ -89,10 +86,7 @@ def losses_table(losses: Sequence[OfLoss]) -> Table:
             "within a sign": [number(one.lre_within_sign.mean, ".3f") for one in losses],
         }
         | ({"within a step": [number(one.mean, ".3f") for one in within]} if within else {})
-        | {
-            "LRE outside": [_lre(one.lre) for one in losses],
-            "ESS": [number(one.ess) for one in losses],
-        }
+        | {"LRE outside": [_lre(one.lre) for one in losses], "ESS": [number(one.ess) for one in losses]}
     )
 
 
@@ -101,7 +95,7 @@ def _lre(error: LengthReweightingError) -> str:
 
 
 def bins_table(explanation: Explanation, losses: Sequence[OfLoss]) -> Table:
-    """The figures of each loss by length."""
+    """Return the figures of each loss by length."""
     bins = explanation.bins
     spans = ["–".join(map(str, dict.fromkeys((one.low, one.high)))) for one in bins]
     flips: dict[str, list[str]] = {}
@@ -119,13 +113,14 @@ def bins_table(explanation: Explanation, losses: Sequence[OfLoss]) -> Table:
 
 
 def fates_table(explanation: Explanation) -> Table:
-    """The responses that change fate between two losses."""
+    """Return the responses that change fate between two losses."""
     pairs = explanation.disagreements
     return by_column(
         {
             "kept by": [one.kept_by for one in pairs],
             "clipped by": [one.clipped_by for one in pairs],
             "responses": [f"{one.responses:,}" for one in pairs],
+            "in part": [f"{one.in_part:,}" for one in pairs],
             "share": [percent(one.share) for one in pairs],
             "L, quartiles": ["–".join(map(str, one.lengths)) if one.responses else "-" for one in pairs],
             "A > 0": [percent(one.rising) for one in pairs],
@@ -136,7 +131,7 @@ def fates_table(explanation: Explanation) -> Table:
 
 
 def render(explanation: Explanation) -> str:
-    """The text for the console."""
+    """Return the text for the console."""
     given, matched = explanation.given, explanation.matched
     limits = "at this rate" if matched else "with the limits given"
     title = "with the limits given; clipped: of responses with an advantage; ESS of the importance weights"
@@ -152,24 +147,39 @@ def render(explanation: Explanation) -> str:
 
 
 def sentences(explanation: Explanation) -> Iterator[str]:
-    """The findings in sentences, in the order of the tables."""
+    """Yield the verdict, and then what the tables do not have."""
+    given, matched, rate = explanation.given, explanation.matched, explanation.rate
+    if matched:
+        finite = [loss for loss in matched if math.isfinite(loss.lre_signed.mean)]
+        even = sorted(finite, key=lambda loss: loss.lre_signed.mean)
+        listed = ", ".join(f"{_lre(loss.lre_signed)} for {loss.name}" for loss in even)
+        yield (
+            f"With {rate:.1%} outside for each, LRE of what is clipped is {listed}. An interval that begins "
+            "at 0 shows no dependence on length."
+        )
+    else:
+        yield (
+            f"{given[0].name} has none or all of the responses outside its band, so there is no rate to "
+            "compare the losses at: give one, such as --rate 0.1."
+        )
     yield _dump(explanation)
     if explanation.parts is not None:
         yield _parts(explanation.parts)
     if explanation.flips is not None:
         yield _flips(explanation.flips)
-    given = explanation.given
-    outside = ", ".join(f"{one.name} {one.out_of_band:.1%} ({limits_of(one.limits)})" for one in given)
-    by_noise = ", ".join(f"{one.name} {one.noise:.1%}" for one in given)
-    source = NOISE[explanation.noise_source]
-    yield f"Outside their bands: {outside}. Noise alone ({source}) would put there: {by_noise}."
-    yield from _fates(explanation)
-    yield from _matched(explanation)
-    yield from _weights(explanation)
+    yield f"By noise: {NOISE[explanation.noise_source]}."
+    if not any(one.responses for one in explanation.disagreements):
+        yield "No response changes its fate: the losses clip the same ones."
+    for loss in matched:
+        if loss.out_of_band > rate + 0.005:
+            yield (
+                f"{loss.name} has {loss.out_of_band:.1%} outside even at the widest limits of float64: "
+                "it does not compare with the others."
+            )
 
 
 def limits_of(limits: dict[str, float]) -> str:
-    """``c_low = 0.03, c_high = 0.03``."""
+    """Return ``c_low = 0.03, c_high = 0.03``."""
     return ", ".join(f"{name} = {value:.3g}" for name, value in limits.items())
 
 
@@ -177,7 +187,8 @@ def _dump(explanation: Explanation) -> str:
     dump, bins = explanation.dump, explanation.bins
     text = (
         f"{len(dump):,} responses of {bins[0].low:,} to {bins[-1].high:,} tokens, "
-        f"{int((dump.advantages != 0).sum()):,} of them with an advantage. S/√L has the spread "
+        f"{int((dump.advantages != 0).sum()):,} of them with an advantage; the {bins[-1].share:.0%} from "
+        f"{bins[-1].low:,} tokens on have {bins[-1].tokens:.0%} of the tokens. S/√L has the spread "
         f"{explanation.sigma:.3g}, so a √L band of 2 sigma has c = {2 * explanation.sigma:.3g}"
     )
     grown = explanation.exponent
@@ -219,63 +230,4 @@ def _flips(flips: Flips) -> str:
         f"Routers would send {flips.all.tokens:.1%} of the tokens to other experts than the old pass took; "
         f"{with_interval(share.value, share.low, share.high, '.1%')} of the variance of S/√L, about its "
         f"drift, goes with them. Without them {law}the losses clip: {clipped}."
-    )
-
-
-def _fates(explanation: Explanation) -> Iterator[str]:
-    changes = sorted(explanation.disagreements, key=lambda one: -one.responses)
-    if not any(one.responses for one in changes):
-        yield "No response changes its fate: the losses clip the same ones."
-    for one in changes[:_SEVERAL]:
-        if not one.responses:
-            return
-        low, median, high = one.lengths
-        in_part = f", {one.in_part:,} of them in part" if one.in_part else ""
-        reward = number(one.mean_reward, ".3g", "")
-        yield (
-            f"{one.kept_by} keeps {one.responses:,} responses ({one.share:.1%} of those with an advantage) "
-            f"that {one.clipped_by} clips{in_part}: half of them have {low:,} to {high:,} tokens, the median "
-            f"is {median:,}; {one.rising:.0%} have A > 0{reward and f', the mean reward is {reward}'}."
-        )
-
-
-def _matched(explanation: Explanation) -> Iterator[str]:
-    first, rate = explanation.given[0].name, explanation.rate
-    if not explanation.matched:
-        yield (
-            f"{first} has none or all of the responses outside its band, so there is no rate to compare the "
-            "losses at: give one, such as --rate 0.1."
-        )
-        return
-    errors = [loss for loss in explanation.matched if math.isfinite(loss.lre_signed.mean)]
-    listed = ", ".join(
-        f"{_lre(one.lre_signed)} for {one.name} ({one.clipped:.1%} clipped)"
-        for one in sorted(errors, key=lambda one: one.lre_signed.mean)
-    )
-    yield (
-        f"With {rate:.1%} outside for each, as near as responses allow, LRE of what is really clipped is "
-        f"{listed}. An interval that begins at 0 shows no dependence on length. The signs of A go with "
-        "length, too: the tables have it within them."
-    )
-    for loss in explanation.matched:
-        if loss.out_of_band > rate + 0.005:
-            yield (
-                f"{loss.name} has {loss.out_of_band:.1%} outside even at the widest limits of float64: "
-                "it does not compare with the others."
-            )
-
-
-def _weights(explanation: Explanation) -> Iterator[str]:
-    longest = explanation.bins[-1]
-    of_longest = {one.name: one.by_length[-1] for one in explanation.matched or explanation.given}
-    compared = {name: figures for name, figures in of_longest.items() if math.isfinite(figures.ess)}
-    if not compared:
-        return
-    span = f"{longest.low:,}" + (f" to {longest.high:,}" if longest.low < longest.high else "")
-    mass = ", ".join(f"{figures.mass:.0%} with {name}" for name, figures in compared.items())
-    worth = ", ".join(f"{figures.ess:.0%} with {name}" for name, figures in compared.items())
-    yield (
-        f"The longest responses, of {span} tokens, are {longest.share:.0%} of all and have "
-        f"{longest.tokens:.0%} of the tokens. Of the gradient they have {mass}; and their weights are worth "
-        f"{worth} of their number."
     )

@@ -19,8 +19,6 @@ from megatron_fspo.packing.zigzag import padded_length
 from megatron_fspo.weights import Architecture
 
 _SHOWN = 6  # stages in the table
-
-
 Changes = Mapping[str, RunPlan]
 """A single change to a run → the plan with it."""
 
@@ -37,12 +35,11 @@ def _single_changes(config: Config, arch: Architecture, given: Given) -> Changes
             changes[text] = make_plan(Config.model_validate(tree), arch, replace(given, world=world))
         except (ValidationError, InputError):
             continue
-
-    def rank(change: tuple[str, RunPlan]) -> tuple[bool, float]:
-        plan = change[1]
-        return bool(plan.problems), plan.worst.total if plan.problems else plan.seconds
-
-    return dict(sorted(changes.items(), key=rank))
+    fit = sorted((item for item in changes.items() if not item[1].problems), key=lambda item: item[1].seconds)
+    over = sorted(
+        (item for item in changes.items() if item[1].problems), key=lambda item: item[1].worst.total
+    )
+    return dict(fit + over)
 
 
 def _tried(config: Config, given: Given) -> Iterator[tuple[str, dict[str, Any], int]]:
@@ -203,8 +200,7 @@ def _times(plan: RunPlan) -> str:
     lines = ["seconds per step (estimates, not measured)"]
     for phase in plan.phases:
         parts = ", ".join(f"{name} {_time(value)}" for name, value in phase.parts.items() if value)
-        parts = parts or "nothing to do"
-        lines.append(f"  {phase.name:<10}{_time(phase.seconds):>8}   {parts}")
+        lines.append(f"  {phase.name:<10}{_time(phase.seconds):>8}   {parts or 'nothing to do'}")
     return "\n".join([*lines, f"  {'total':<10}{_time(plan.seconds):>8}"])
 
 
@@ -232,10 +228,10 @@ def _limits(plan: RunPlan, changes: Changes) -> str:
         return "\n".join([*lines, "the run fits"])
     lines += [f"DOES NOT FIT: {problem}" for problem in plan.problems]
     fitting = [text for text, one in changes.items() if not one.problems]
-    if fitting:
-        lines.append("each of these single changes makes it fit (fastest first, by estimate):")
-    else:
-        lines.append("no single change makes it fit; those that come closest:")
+    none = "no single change makes it fit; those that come closest:"
+    lines.append(
+        "each of these single changes makes it fit (fastest first, by estimate):" if fitting else none
+    )
     for text in fitting or list(changes)[:3]:
         one = changes[text]
         lines.append(f"  {text}: {_gib(one.worst.total)} GiB, {_time(one.seconds)} s per step")

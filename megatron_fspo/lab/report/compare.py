@@ -8,16 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
-from megatron_fspo import __version__
 from megatron_fspo.errors import InputError
 from megatron_fspo.evaluation.tables import number
 from megatron_fspo.lab.report import pictures
 from megatron_fspo.lab.report.drawing import Line, smoothing_window
 from megatron_fspo.lab.report.figures import ABSENT, TAIL, WINDOW, RunData, in_words, machines
 from megatron_fspo.lab.report.history import Series, clip_rates, overall_rates
-from megatron_fspo.lab.report.page import template
+from megatron_fspo.lab.report.html import render_page
 from megatron_fspo.lab.report.pictures import LengthCurve, style_of
 from megatron_fspo.objective import FSPOBand
 
@@ -63,7 +60,7 @@ def write_comparison(folders: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def names(paths: Sequence[Path]) -> list[str]:
-    """The end of each path, as long as it must be for no two to be equal. The paths must differ."""
+    """Return the end of each path, as long as it must be for no two to be equal. The paths must differ."""
     length = 1
     while len({path.parts[-length:] for path in paths}) < len(paths):
         length += 1
@@ -71,8 +68,8 @@ def names(paths: Sequence[Path]) -> list[str]:
 
 
 def differences(configs: Sequence[Any]) -> list[tuple[str, list[str]]]:
-    """(key, value in each run) of the settings that are not equal in all, those of the folder apart; a key
-    that a run does not have is a dash."""
+    """Return (key, value in each run) of the settings that are not equal in all, those of the folder apart; a
+    key that a run does not have is a dash."""
     flat = [
         {
             f"{section}.{key}": ABSENT if value is None else in_words(value)
@@ -87,7 +84,7 @@ def differences(configs: Sequence[Any]) -> list[tuple[str, list[str]]]:
 
 
 def figures(data: RunData) -> dict[str, str]:
-    """The numbers of a run by name, of its last steps unless said otherwise; the same names for every run."""
+    """Return the numbers of a run by name, of its last steps by default; the same names for every run."""
     lre, measured, band = data.lre, data.exponent, data.band()
     seconds = data.history.series("timing_s/step")
     pooled = f"{_with_interval(lre.mean, *lre.mean_interval, '.3f')}, by chance {lre.null_mean:.3f}"
@@ -123,7 +120,7 @@ def figures(data: RunData) -> dict[str, str]:
 
 
 def sentences(curves: Sequence[LengthCurve]) -> Iterator[str]:
-    """The first picture in words."""
+    """Yield the first picture in words."""
     banded = [curve for curve in curves if len(curve.bins) > 1 and curve.bins[0].out_of_band > 0]
     ratios = [(curve.bins[-1].out_of_band / curve.bins[0].out_of_band, curve.label) for curve in banded]
     if banded:
@@ -140,16 +137,15 @@ def _render(runs: Sequence[ComparedRun]) -> str:
     every = [figures(run.data) for run in runs]
     curves = [_by_length(run) for run in runs]
     rows = [(name, [one[name] for one in every]) for name in every[0]]
-    return template(Path(__file__).with_name("compare.html")).render(
+    return render_page(
+        Path(__file__).with_name("compare.html"),
+        dict(_pictures(runs, curves)),
         runs=runs,
         sentences=list(sentences(curves)),
         colours=[style_of(position)[0] for position in range(len(runs))],
         rows=[(name, values) for name, values in rows if set(values) != {ABSENT}],
         differences=differences([run.data.config for run in runs]),
-        # Ours, and without any text of the user's.
-        svgs={name: Markup(svg) for name, svg in _pictures(runs, curves)},
         smoothing=max(smoothing_window(len(run.data.steps)) for run in runs),
-        version=__version__,
     )
 
 
@@ -178,7 +174,7 @@ def _pictures(runs: Sequence[ComparedRun], lengths: Sequence[LengthCurve]) -> It
 
 
 def _accuracy(data: RunData) -> list[Series]:
-    """Accuracy on the run's first set and the ends of its interval; empty for a run without evaluations."""
+    """Return accuracy on the first set and the ends of its interval; empty for a run without evaluations."""
     name = data.history.evaluation()
     return [data.history.series(f"{name}{end}") for end in ("", "/low", "/high")] if name else []
 
@@ -193,7 +189,7 @@ def _by_length(run: ComparedRun) -> LengthCurve:
 
 
 def _evaluated(data: RunData, at: int) -> str:
-    """The first evaluation (0) or the last (-1), with its interval if the run has one."""
+    """Return the first evaluation (0) or the last (-1), with its interval if the run has one."""
     if not (series := _accuracy(data)):
         return ABSENT
     value, low, high = (float(one.values[at]) if len(one) else math.nan for one in series)
@@ -201,12 +197,12 @@ def _evaluated(data: RunData, at: int) -> str:
 
 
 def _with_interval(value: float, low: float, high: float, form: str) -> str:
-    """The value, and its interval where there is one."""
+    """Return the value, and its interval where there is one."""
     interval = f" ({low:{form}} to {high:{form}})" if math.isfinite(low + high) else ""
     return number(value, form, ABSENT) + interval
 
 
 def _letters(position: int) -> str:
-    """A … Z, AA, AB …"""
+    """Return A … Z, AA, AB …"""
     high, low = divmod(position, 26)
     return (_letters(high - 1) if high else "") + chr(ord("A") + low)

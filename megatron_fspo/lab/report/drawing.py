@@ -36,19 +36,12 @@ _STYLE: Any = {  # the type of its keys is another one in each matplotlib
     "svg.hashsalt": "megatron_fspo",  # the same run gives the same file
     "font.size": 9.5,
     "axes.titlesize": 9.5,
-    "text.color": TEXT,
-    "axes.edgecolor": AXIS,
-    "axes.labelcolor": TEXT,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), TEXT),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), AXIS),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
+    **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
     "grid.color": GRID,
     "grid.linewidth": 0.7,
-    "xtick.color": AXIS,
-    "ytick.color": AXIS,
-    "xtick.labelcolor": TEXT,
-    "ytick.labelcolor": TEXT,
     "legend.fontsize": 8.5,
     "legend.frameon": False,
     "legend.handlelength": 1.4,
@@ -99,12 +92,12 @@ class Line:
 
 
 def smoothing_window(count: int) -> int:
-    """Steps that the running mean covers; 1 where there are too few to smooth."""
+    """Return the steps that the running mean covers; 1 where there are too few to smooth."""
     return 1 if count <= 10 else max(5, count // 40)
 
 
 def running_mean(values: Array, window: int) -> Array:
-    """Centred mean over ``window`` values without the NaN ones; shorter windows at both ends."""
+    """Return the centred mean over ``window`` values without the NaN ones; shorter windows at both ends."""
     finite, kernel = np.isfinite(values), np.ones(min(window, len(values)))
     totals = np.convolve(np.where(finite, values, 0.0), kernel, mode="same")
     counts = np.convolve(finite.astype(np.float64), kernel, mode="same").round()
@@ -113,7 +106,7 @@ def running_mean(values: Array, window: int) -> Array:
 
 
 def thin(values: Array, most: int = 600) -> Array:
-    """Indices of at most ``most`` values: the smallest and the largest of each stretch, so spikes stay."""
+    """Return the indices of at most ``most`` values, the extremes of each stretch, so spikes stay."""
     everything = np.arange(len(values))
     if len(values) <= most:
         return everything
@@ -124,33 +117,31 @@ def thin(values: Array, most: int = 600) -> Array:
 
 
 def over_steps(axes: Axes, lines: Sequence[Line], y_label: str, x_label: str = "step") -> None:
-    """Draw metrics over the steps of a run, with a legend: every step pale and the running mean bold; a
+    """Draw the metrics over the steps of a run, with a legend: every step pale and the running mean bold; a
     setting level, and upright where it changes."""
     for line in lines:
         _curve(axes, line)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
+    axes.set(xlabel=x_label, ylabel=y_label)
     step_ticks(axes)
     legend(axes)
 
 
 def step_ticks(axes: Axes) -> None:
-    """At most six whole steps along x."""
+    """Mark at most six whole steps along x."""
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
 
 
 def length_axis(axes: Axes) -> None:
-    """Lengths along x, as powers of 2."""
+    """Show lengths along x, as powers of 2."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_xlabel("response length L (tokens)")
 
 
 def share_axis(axes: Axes, label: str, top: float | None = None) -> None:
-    """Shares from 0 along y, in percent."""
+    """Show shares from 0 along y, in percent."""
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_ylim(0, top)
-    axes.set_ylabel(label)
+    axes.set(ylim=(0, top), ylabel=label)
 
 
 def _curve(axes: Axes, line: Line) -> None:
@@ -182,6 +173,6 @@ def _curve(axes: Axes, line: Line) -> None:
 
 
 def legend(axes: Axes, columns: int = 4) -> None:
-    """Above the axes, if there is anything to name."""
+    """Draw a legend above the axes, if there is anything to name."""
     if axes.get_legend_handles_labels()[1]:
         axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, borderaxespad=0.2)

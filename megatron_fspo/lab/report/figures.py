@@ -65,12 +65,12 @@ class RunData:
         return self.config.loss.band() is None
 
     def band(self) -> ClipBand | None:
-        """The band at the end of the run, if there is one on S."""
+        """Return the band at the end of the run, if there is one on S."""
         return band_at_end(self.config, self.history)
 
 
 def exponent_of(records: Records) -> Exponent | str:
-    """The exponent of S over the steps of these records; where it cannot be measured, why.
+    """Return the exponent of S over the steps of these records; where it cannot be measured, why.
 
     Its interval leaves out one stretch of steps after the other: neighbouring steps are no strangers to each
     other, and one by one thousands of them would take minutes.
@@ -88,7 +88,7 @@ def exponent_of(records: Records) -> Exponent | str:
 
 
 def band_at_end(config: Config, history: History) -> ClipBand | None:
-    """The band at the end of a run, if there is one on S."""
+    """Return the band at the end of a run, if there is one on S."""
     loss = config.loss.reported(lambda name: history.series(name).last(1))
     return None if loss is None else loss.band()
 
@@ -107,30 +107,29 @@ class TimeShare:
 
 
 def phases(history: History) -> list[TimeShare]:
-    """The phases that took any time, in the order of a step; empty for a run that timed no step."""
+    """Return the phases that took any time, in the order of a step; empty for a run that timed no step."""
     steps = history.series("timing_s/step")
     if not len(steps):
         return []
 
-    def means(names: Mapping[str, str]) -> dict[str, float]:
-        return {
-            words: history.series(f"timing_s/{name}").total() / len(steps) for name, words in names.items()
-        }
+    def mean(name: str) -> float:
+        return history.series(f"timing_s/{name}").total() / len(steps)
 
-    inside, between = means(PHASES), means(_BETWEEN)
+    seconds = {words: mean(name) for name, words in PHASES.items()}
     # Packing, sums over ranks, logging.
-    inside["the rest"] = max(steps.total() / len(steps) - sum(inside.values()), 0.0)
-    every = inside | between
+    seconds["the rest"] = max(mean("step") - sum(seconds.values()), 0.0)
+    seconds |= {words: mean(name) for name, words in _BETWEEN.items()}
+    whole = sum(seconds.values())
     return [
-        TimeShare(name=words, seconds=mean, share=mean / sum(every.values()), between=words in between)
-        for words, mean in every.items()
-        if mean > 0
+        TimeShare(name=words, seconds=spent, share=spent / whole, between=words in _BETWEEN.values())
+        for words, spent in seconds.items()
+        if spent > 0
     ]
 
 
 def machines(jobs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The machines that computed and their versions, in words, by the rows of ``jobs.jsonl``; empty without
-    any. A job that went on with the same as the one before is left out."""
+    """Return the machines that computed and their versions, in words, by the rows of ``jobs.jsonl``; empty
+    without any. A job that went on with the same as the one before is left out."""
     if not jobs:
         return {}
     versions = _changes(jobs, lambda job: ", ".join(f"{name} {n}" for name, n in job["versions"].items()))
@@ -145,7 +144,7 @@ def _hardware(job: Mapping[str, Any]) -> str:
 
 
 def _changes(jobs: Sequence[Mapping[str, Any]], of: Callable[[Mapping[str, Any]], str]) -> str:
-    """Those that are not as the one before, from which step on."""
+    """Return those that are not as the one before, from which step on."""
     (_, first), *later = ((next(same)["step"], words) for words, same in groupby(jobs, of))
     return "; ".join([first, *(f"from step {step + 1}: {words}" for step, words in later)])
 
@@ -161,7 +160,7 @@ class Headline:
 
 
 def facts(data: RunData) -> dict[str, str]:
-    """The settings of the run, in words."""
+    """Return the settings of the run, in words."""
     config, band = data.config, data.band()
     loss = f"{config.loss.name}: {_keys(config.loss)}"
     if isinstance(band, FSPOBand):
@@ -181,7 +180,7 @@ def facts(data: RunData) -> dict[str, str]:
 
 
 def headlines(data: RunData) -> Iterator[Headline]:
-    """The numbers that sum up the run: means over the first and the last steps."""
+    """Yield the numbers that sum up the run: means over the first and the last steps."""
     series, accuracy = data.history.series, data.history.evaluation()
     yield _trend("Reward", series("critic/rewards/mean"), ".3f")
     if accuracy:
@@ -271,12 +270,12 @@ def _keys(section: BaseModel) -> str:
 
 
 def in_words(value: Any) -> str:
-    """A setting, as TOML has it where it is true or false."""
+    """Return a setting, as TOML has it where it is true or false."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words, to the second below an hour and to the minute above."""
+    """Return seconds in words, to the second below an hour and to the minute above."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"

@@ -40,12 +40,12 @@ def serve_report(folder: Path, port: int, say: Callable[[str], None]) -> None:
 
 
 def report_server(folder: Path, port: int) -> ThreadingHTTPServer:
-    """A server bound to the loopback interface that answers ``GET /`` with the report as it is then."""
+    """Return a server on the loopback interface that answers ``GET /`` with the report as it is then."""
     lock = threading.Lock()
     drawn = {"at": -1, "text": ""}
 
     def page() -> str:
-        """Drawn again only after the run has written a step."""
+        """Return the page, drawn again only after the run has written a step."""
         with lock:
             path = folder / METRICS
             written = path.stat().st_mtime_ns if path.exists() else 0

@@ -45,11 +45,11 @@ class Series:
         return bool(np.isfinite(self.values).any())
 
     def first(self, count: int = 5) -> float:
-        """Mean over the first steps; NaN where there is nothing to average."""
+        """Return the mean over the first steps; NaN where there is nothing to average."""
         return _mean(self.values[:count])
 
     def last(self, count: int = 5) -> float:
-        """Mean over the last steps."""
+        """Return the mean over the last steps."""
         return _mean(self.values[-count:])
 
     def total(self) -> float:
@@ -73,7 +73,7 @@ class History:
             raise InputError(f"{path}: holds no step; there is nothing to report yet")
 
     def series(self, name: str) -> Series:
-        """A metric by name; an empty series if the run never logged it."""
+        """Return a metric by name; an empty series if the run never logged it."""
         logged = [np.zeros((3, 0))]
         for names, table in self._tables.items():
             if name in names:
@@ -84,7 +84,7 @@ class History:
         return Series(steps=steps[order].astype(np.int64), values=values[order])
 
     def names(self) -> list[str]:
-        """The metrics, each once, as they first came."""
+        """Return the metrics, each once, as they first came."""
         return [*dict.fromkeys(name for names in self._tables for name in names)]
 
     def evaluation(self) -> str | None:
@@ -125,7 +125,7 @@ class Records:
         return Records(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
     def tail(self, share: float, least: int) -> Records:
-        """Those of the last steps: a share of all steps, at least so many."""
+        """Return those of the last steps: a share of all steps, at least so many."""
         steps = np.unique(self.step)
         kept = steps[-max(least, math.ceil(share * len(steps))) :]
         return self.select(np.isin(self.step, kept))
@@ -138,20 +138,13 @@ class Records:
 
 
 def read_records(folder: Path) -> Records:
-    """The sequences that a run kept; none for a run that made only on-policy optimizer steps.
+    """Return the sequences that a run kept; none for a run that made only on-policy optimizer steps.
 
     A file above 32 MiB (500 steps with 1,024 sequences each) is read in part: so many bytes of steps, evenly
     over the run, the last step among them.
     """
-    types = {
-        "step": np.int64,
-        "update": np.int64,
-        "prompt": np.int64,
-        "length": np.int64,
-        "turns": np.int64,
-        "clipped": np.bool_,
-        "out_of_band": np.bool_,
-    }
+    types: dict[str, type] = dict.fromkeys(("step", "update", "prompt", "length", "turns"), np.int64)
+    types |= dict.fromkeys(("clipped", "out_of_band"), np.bool_)
     columns: dict[str, list[Array]] = {
         field.name: [np.zeros(0, types.get(field.name, np.float64))] for field in fields(Records)
     }
@@ -165,14 +158,14 @@ def read_records(folder: Path) -> Records:
 
 
 def steady(records: Records, history: History) -> Records:
-    """The records after the step in which calibration moved the band; all where nothing moved."""
+    """Return the records after the step in which calibration moved the band; all where nothing moved."""
     widths = history.series("fspo/c_high")
     moved = np.flatnonzero(np.diff(widths.values)) + 1
     return records.select(records.step > widths.steps[moved[-1]]) if len(moved) else records
 
 
 def _rows_over_run(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a file, in order: all, or :data:`_RECORD_BYTES` of them."""
+    """Yield rows of a file, in order: all, or :data:`_RECORD_BYTES` of them."""
     size = path.stat().st_size if path.exists() else 0
     if size <= _RECORD_BYTES:
         yield from read_rows(path)
@@ -231,7 +224,7 @@ def overall_rates(records: Records, by: str = "length") -> BinRates:
 
 
 def pooled_lre(records: Records) -> LengthReweightingError:
-    """LRE of out-of-band acceptance over the records of many steps; NaN where there are none.
+    """Return the LRE of out-of-band acceptance over the records of many steps; NaN where there are none.
 
     Pooled, the null floor is far below that of one step. Records of one prompt in one rollout go together.
     """
@@ -240,7 +233,7 @@ def pooled_lre(records: Records) -> LengthReweightingError:
 
 
 def signed_errors(records: Records) -> dict[str, LengthReweightingError]:
-    """How uneven what a clip really removes is, over the records with A ≠ 0, as :func:`pooled_lre`.
+    """Return how uneven what a clip really removes is, over the records with A ≠ 0, as :func:`pooled_lre`.
 
     Returns:
         ``length``: LRE; ``within_sign`` and ``within_update``: LRE among those with one sign of A, or in one
@@ -261,7 +254,7 @@ def signed_errors(records: Records) -> dict[str, LengthReweightingError]:
 
 
 def _clusters(records: Records) -> Tensor:
-    """[N] the prompt of a rollout."""
+    """Return [N] the prompt of a rollout."""
     return torch.from_numpy(records.step * (1 + records.prompt.max(initial=0)) + records.prompt)
 
 

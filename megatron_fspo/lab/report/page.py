@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import jinja2
 import numpy as np
-from markupsafe import Markup
 
-from megatron_fspo import __version__
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.lab.report import pictures
 from megatron_fspo.lab.report.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, Line, smoothing_window
 from megatron_fspo.lab.report.figures import TAIL, WINDOW, RunData, band_at_end, facts, headlines, phases
 from megatron_fspo.lab.report.history import History, Records, clip_rates, overall_rates, read_records
+from megatron_fspo.lab.report.html import render_page
 from megatron_fspo.lab.report.samples import before_after
 from megatron_fspo.objective import ClipBand
 from megatron_fspo.record.log import ROUTERS, rows_from_end
@@ -78,7 +76,7 @@ def write_report(folder: Path) -> Path:
 
 
 def render_report(folder: Path) -> str:
-    """The page, from what a run has left in its folder so far.
+    """Return the page, from what a run has left in its folder so far.
 
     Raises:
         InputError: the folder holds no run, or one without any step.
@@ -89,14 +87,14 @@ def render_report(folder: Path) -> str:
     if load := next(rows_from_end(folder / ROUTERS), None):
         svgs["expert_load"] = pictures.expert_load(np.array(load["load"]))
     svgs |= _by_length(tail, last, band) if len(last) else {}
-    return template(Path(__file__).with_name("page.html")).render(
+    return render_page(
+        Path(__file__).with_name("page.html"),
+        svgs,
         data=data,
         config=data.config,
         facts=facts(data),
         spans=(_span(data.steps[:WINDOW]), _span(data.steps[-WINDOW:])),
         headlines=list(headlines(data)),
-        # Ours, and without any text of the user's: the only thing here that is not escaped.
-        svgs={name: Markup(svg) for name, svg in svgs.items()},
         smoothing=smoothing_window(len(data.steps)),
         tail=tail,
         by_length=clip_rates(tail) if len(tail) else [],
@@ -105,7 +103,6 @@ def render_report(folder: Path) -> str:
         phases=phases(data.history),
         pairs=before_after(data.samples),
         config_text=(folder / "config.toml").read_text(encoding="utf-8"),
-        version=__version__,
     )
 
 
@@ -130,18 +127,6 @@ def _by_length(tail: Records, last: Records, band: ClipBand | None) -> dict[str,
     return {**rates, "scatter": pictures.scatter(last, band)}
 
 
-def template(path: Path) -> jinja2.Template:
-    """A page, which may include ``style.css``."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([path.parent, Path(__file__).parent]),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(path.name)
-
-
 def _span(steps: list[int]) -> str:
     if not steps:
         return "no step"
@@ -161,7 +146,7 @@ def _learning(history: History) -> dict[str, str]:
 
 
 def _metrics(data: RunData) -> dict[str, str]:
-    """The pictures of ``_CURVES``, as far as the run has their metrics."""
+    """Return the pictures of ``_CURVES``, as far as the run has their metrics."""
     lines: dict[str, list[Line]] = {}
     for picture, metric, label, colour, style in _CURVES:
         if series := data.history.series(metric):

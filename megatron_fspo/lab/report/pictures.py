@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
-from megatron_fspo.evaluation.intervals import wilson_interval
+from megatron_fspo.evaluation.intervals import Estimate, wilson_interval
 from megatron_fspo.lab.report.drawing import (
     BLUE,
     COLOURS,
@@ -41,7 +41,7 @@ _MARKERS = "osD^vPX"
 
 @picture(4.6, 2.9)
 def curves(figure: Figure, lines: Sequence[Line], y_label: str, *, share: bool = False) -> None:
-    """Metrics over the steps; a share from 0 and in percent."""
+    """Draw the metrics over the steps; a share from 0 and in percent."""
     axes = figure.subplots()
     over_steps(axes, lines, y_label)
     if share:
@@ -50,7 +50,7 @@ def curves(figure: Figure, lines: Sequence[Line], y_label: str, *, share: bool =
 
 @picture(4.6, 2.9)
 def response_length(figure: Figure, mean: Series, low: Series, high: Series, cut: Series) -> None:
-    """Mean with the band from the shortest to the longest, and below it the share cut at the limit."""
+    """Draw the mean, the band from the shortest to the longest, and below it the share cut at the limit."""
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2.6, 1])
     # At most 300 steps: the extremes of each stretch.
     count = len(low)
@@ -67,32 +67,36 @@ def response_length(figure: Figure, mean: Series, low: Series, high: Series, cut
 
 @picture(4.6, 2.9)
 def rates_by(figure: Figure, bins: Sequence[BinRates], overall: BinRates, x_label: str) -> None:
-    """Both clip rates per bin with 95% intervals, and of all records as lines."""
+    """Draw both clip rates per bin with 95% intervals, and of all records as lines."""
     axes = figure.subplots()
     for shift, share, of, colour, marker, label in (
         (-0.1, "out_of_band", "records", BLUE, "o", "outside"),
         (0.1, "clipped", "judged", ORANGE, "s", "clipped, of those with A ≠ 0"),
     ):
-        counted = [(at, getattr(one, share), getattr(one, of)) for at, one in enumerate(bins)]
-        if kept := [(at + shift, wilson_interval(rate, count)) for at, rate, count in counted if count]:
-            x, y = np.array([at for at, _ in kept]), np.array([one.value for _, one in kept])
-            reach = np.abs(np.array([(one.low, one.high) for _, one in kept]).T - y)
+        if kept := [(at + shift, one) for at, one in enumerate(bins) if getattr(one, of)]:
+            y, reach = _with_reach([wilson_interval(getattr(b, share), getattr(b, of)) for _, b in kept])
+            x = [at for at, _ in kept]
             axes.errorbar(x, y, yerr=reach, fmt=marker, ms=4.5, lw=1.2, color=colour, label=label)
             axes.axhline(getattr(overall, share), color=colour, ls="--", lw=1)
     labels = [f"{b.low}" if b.low == b.high else f"{b.low}–{b.high}" for b in bins]
     wide = max(map(len, labels)) > 5
     axes.set_xticks(range(len(bins)), labels, rotation=30 if wide else 0, ha="right" if wide else "center")
     axes.grid(visible=False, axis="x")
-    axes.set_xlim(-0.6, len(bins) - 0.4)
+    axes.set(xlim=(-0.6, len(bins) - 0.4), xlabel=x_label)
     share_axis(axes, "share of sequences")
-    axes.set_xlabel(x_label)
     legend(axes)
+
+
+def _with_reach(estimates: Sequence[Estimate]) -> tuple[Array, Array]:
+    """Return the values [n] and the distances [2, n] of the ends of their intervals."""
+    values = np.array([one.value for one in estimates])
+    return values, np.abs(np.array([(one.low, one.high) for one in estimates]).T - values)
 
 
 @picture(4.6, 2.9)
 def length_error(figure: Figure, lines: Sequence[Line], pooled: LengthReweightingError) -> None:
-    """LRE per step against its null floor; beside it that over all records, with its bootstrap interval and
-    the null floor of so many."""
+    """Draw LRE per step against its null floor; beside it that over all records, with its bootstrap interval
+    and the null floor of so many."""
     if not np.isfinite(pooled.mean):
         over_steps(figure.subplots(), lines, "LRE")
         figure.axes[0].set_ylim(bottom=0)
@@ -107,7 +111,7 @@ def length_error(figure: Figure, lines: Sequence[Line], pooled: LengthReweightin
 
 
 def _pooled_error(axes: Axes, at: float, pooled: LengthReweightingError, colour: str) -> None:
-    """A pooled LRE with its interval at this x, and its own null floor as a dashed line across it."""
+    """Draw a pooled LRE with its interval at this x, and its own null floor as a dashed line across it."""
     low, high = pooled.mean_interval
     reach = [[max(pooled.mean - low, 0.0)], [max(high - pooled.mean, 0.0)]]
     axes.errorbar(
@@ -123,7 +127,7 @@ def beyond(records: Records, band: ClipBand | None) -> Array:
 
 @picture(4.6, 2.9)
 def scatter(figure: Figure, records: Records, band: ClipBand | None) -> None:
-    """S against √L with the band; what lies outside the picture is a triangle at its edge."""
+    """Draw S against √L with the band; what lies outside the picture is a triangle at its edge."""
     axes = figure.subplots()
     limit = _scatter_limit(records, band)
     for rows, label, colour in (
@@ -133,11 +137,7 @@ def scatter(figure: Figure, records: Records, band: ClipBand | None) -> None:
     ):
         x, y = np.sqrt(records.length[rows]), records.log_ratio_sum[rows]
         axes.scatter([], [], s=16, color=colour, label=f"{label} {len(x):,}")
-        for here, marker, size in (
-            (np.abs(y) <= limit, "o", 9),
-            (y > limit, "^", 16),
-            (y < -limit, "v", 16),
-        ):
+        for here, marker, size in ((np.abs(y) <= limit, "o", 9), (y > limit, "^", 16), (y < -limit, "v", 16)):
             height = y[here].clip(-0.97 * limit, 0.97 * limit) if marker != "o" else y[here]
             # Pixels: thousands of dots as svg would be most of the file.
             axes.scatter(
@@ -150,15 +150,13 @@ def scatter(figure: Figure, records: Records, band: ClipBand | None) -> None:
             axes.plot(grid.sqrt().numpy(), edge.numpy(), color=EDGE, lw=1.2)
     ticks = [tick for tick in MaxNLocator(5, integer=True).tick_values(0, longest) if tick <= 1.1 * longest]
     axes.set_xticks(np.sqrt(ticks), [f"{tick:.0f}" for tick in ticks])
-    axes.set_xlim(0, 1.05 * longest**0.5)
-    axes.set_ylim(-limit, limit)
-    axes.set_xlabel("response length L (tokens, spaced as √L)")
-    axes.set_ylabel("S (nats)")
+    axes.set(xlim=(0, 1.05 * longest**0.5), xlabel="response length L (tokens, spaced as √L)")
+    axes.set(ylim=(-limit, limit), ylabel="S (nats)")
     legend(axes)
 
 
 def _scatter_limit(records: Records, band: ClipBand | None) -> float:
-    """Largest |S| in the picture: 95% of the records, and the whole band with a margin."""
+    """Return the largest |S| in the picture: 95% of the records, and the whole band with a margin."""
     if not len(records):
         return 1.0
     robust = float(np.quantile(np.abs(records.log_ratio_sum), 0.95))
@@ -181,7 +179,7 @@ def small(figure: Figure, lines: Sequence[Line], y_label: str) -> None:
 
 @picture(3.0, 2.1)
 def exponent(figure: Figure, lines: Sequence[Line], measured: Exponent | None) -> None:
-    """The exponent of S: fitted step by step, that of the band, and over all steps with its interval."""
+    """Draw the exponent of S: fitted step by step, that of the band, and over all steps with its interval."""
     axes = figure.subplots()
     if measured is not None:
         axes.axhspan(*measured.interval, color=GREEN, alpha=0.25, lw=0)
@@ -193,7 +191,7 @@ def exponent(figure: Figure, lines: Sequence[Line], measured: Exponent | None) -
 
 @picture(3.0, 2.1)
 def expert_load(figure: Figure, load: Array) -> None:
-    """Tokens of each expert [layers, experts] over the even load of its layer."""
+    """Draw tokens of each expert [layers, experts] over the even load of its layer."""
     axes = figure.subplots()
     even = load / np.maximum(load.mean(1, keepdims=True), 1e-9)
     # Pixels: a large model has thousands of experts.
@@ -203,8 +201,7 @@ def expert_load(figure: Figure, load: Array) -> None:
         numbers = np.arange(0, count, math.ceil(count / 8))
         axis.set_ticks(numbers + 0.5, [str(number) for number in numbers])
     axes.grid(visible=False)
-    axes.set_xlabel("expert")
-    axes.set_ylabel("layer")
+    axes.set(xlabel="expert", ylabel="layer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,15 +215,15 @@ class LengthCurve:
 
 
 def style_of(position: int) -> tuple[str, str, str]:
-    """Colour, style of line and marker of the run at this position."""
+    """Return the colour, style of line and marker of the run at this position."""
     style = _STYLES[position // len(COLOURS) % len(_STYLES)]
     return COLOURS[position % len(COLOURS)], style, _MARKERS[position % len(_MARKERS)]
 
 
 @picture(4.6, 2.9)
 def evaluations(figure: Figure, runs: Sequence[tuple[int, str, Sequence[Series]]]) -> None:
-    """Accuracy over the steps, with intervals where there are any. Of each run: its position among those that
-    are compared, its label, and accuracy with the ends of its interval."""
+    """Draw accuracy over the steps, with intervals where there are any. Of each run: its position among those
+    that are compared, its label, and accuracy with the ends of its interval."""
     axes = figure.subplots()
     span = max(series[0].steps.max() - series[0].steps.min() for _, _, series in runs) or 1
     for position, label, (accuracy, low, high) in runs:
@@ -237,8 +234,7 @@ def evaluations(figure: Figure, runs: Sequence[tuple[int, str, Sequence[Series]]
             reach = np.stack([values - low.values, high.values - values]).clip(min=0.0)
             axes.errorbar(at, values, yerr=reach, fmt="none", ecolor=colour, elinewidth=1, capsize=2)
         axes.plot(at, values, style, color=colour, marker=marker, ms=4.5, lw=1.4, label=label)
-    axes.set_xlabel("step")
-    axes.set_ylabel("mean reward")
+    axes.set(xlabel="step", ylabel="mean reward")
     step_ticks(axes)
     legend(axes)
 
@@ -256,17 +252,13 @@ def by_length(figure: Figure, runs: Sequence[LengthCurve], *, relative: bool = F
             continue
         colour, style, marker = style_of(position)
         lengths = [(one.low * one.high) ** 0.5 for one in curve.bins]
-        estimates = [wilson_interval(one.out_of_band, one.records) for one in curve.bins]
-        rates = np.array([one.value for one in estimates])
-        reach = np.abs(np.array([(one.low, one.high) for one in estimates]).T - rates)
+        rates, reach = _with_reach([wilson_interval(one.out_of_band, one.records) for one in curve.bins])
         look: Any = {"ls": style, "marker": marker, "ms": 4.5, "lw": 1.4, "elinewidth": 1}
-        y, reach = rates / scale, reach / scale
-        axes.errorbar(lengths, y, yerr=reach, color=colour, label=curve.label, **look)
+        axes.errorbar(lengths, rates / scale, yerr=reach / scale, color=colour, label=curve.label, **look)
     length_axis(axes)
     axes.xaxis.set_minor_formatter(NullFormatter())
     if relative:
-        axes.set_ylim(bottom=0)
-        axes.set_ylabel("outside, over the run's own rate")
+        axes.set(ylim=(0, None), ylabel="outside, over the run's own rate")
     else:
         share_axis(axes, "outside the band")
     legend(axes)
@@ -274,13 +266,11 @@ def by_length(figure: Figure, runs: Sequence[LengthCurve], *, relative: bool = F
 
 @picture(4.6, 2.9)
 def length_errors(figure: Figure, errors: Sequence[tuple[str, LengthReweightingError]]) -> None:
-    """The pooled LRE of every run, by its label, with its interval, on its own null floor."""
+    """Draw the pooled LRE of every run, by its label, with its interval, on its own null floor."""
     axes = figure.subplots()
     for position, (_, error) in enumerate(errors):
         if np.isfinite(error.mean):
             _pooled_error(axes, float(position), error, style_of(position)[0])
     axes.set_xticks(range(len(errors)), [label for label, _ in errors])
-    axes.set_xlim(-0.7, len(errors) - 0.3)
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("pooled LRE")
+    axes.set(xlim=(-0.7, len(errors) - 0.3), ylim=(0, None), ylabel="pooled LRE")
     axes.grid(visible=False, axis="x")

@@ -46,7 +46,7 @@ class Pair:
 
 
 def first_and_last_samples(folder: Path, history: History) -> list[dict[str, Any]]:
-    """Rows of ``samples.jsonl`` of the first and the last evaluation; those between stay on the disk."""
+    """Read the rows of ``samples.jsonl`` of the first and the last evaluation; others stay on the disk."""
     rows = read_rows(folder / SAMPLES)
     if (row := next(rows, None)) is None:
         return []
@@ -60,8 +60,8 @@ def first_and_last_samples(folder: Path, history: History) -> list[dict[str, Any
 
 
 def accuracy_change(history: History, samples: Sequence[Mapping[str, Any]]) -> AccuracyChange | None:
-    """The change of accuracy over a run, by its rows and :func:`first_and_last_samples`; None with fewer than
-    two evaluations."""
+    """Return the change of accuracy over a run, by its rows and :func:`first_and_last_samples`; None with
+    fewer than two evaluations."""
     name = history.evaluation()
     if name is None or len(scores := history.series(name)) < 2:
         return None
@@ -78,7 +78,7 @@ def accuracy_change(history: History, samples: Sequence[Mapping[str, Any]]) -> A
 
 
 def _mean_rewards(rows: Sequence[Mapping[str, Any]], step: int) -> dict[tuple[str, str], float]:
-    """Prompt and answer → mean reward of the responses."""
+    """Return prompt and answer → mean reward of the responses."""
     scores: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         if row["step"] == step:
@@ -87,8 +87,8 @@ def _mean_rewards(rows: Sequence[Mapping[str, Any]], step: int) -> dict[tuple[st
 
 
 def before_after(rows: Sequence[Mapping[str, Any]]) -> list[Pair]:
-    """The responses of the first and the last evaluation in these rows of ``samples.jsonl`` to the same
-    prompts; none where there are no two.
+    """Return the responses of the first and the last evaluation in these rows of ``samples.jsonl`` to the
+    same prompts; none where there are no two.
 
     There is one for each prompt before a prompt comes again: those whose reward changed before others, and in
     the order of the evaluation. Nothing is drawn by chance.
@@ -105,7 +105,7 @@ def before_after(rows: Sequence[Mapping[str, Any]]) -> list[Pair]:
 
 
 def _numbered(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], Mapping[str, Any]]:
-    """Prompt and number of the response to it → row, with its texts shortened."""
+    """Return prompt and number of the response to it → row, with its texts shortened."""
     numbered: dict[tuple[str, int], Mapping[str, Any]] = {}
     seen: Counter[str] = Counter()
     for row in rows:

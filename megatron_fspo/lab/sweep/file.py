@@ -75,7 +75,7 @@ class Planned:
 
 
 def read_sweep(path: Path) -> Sweep:
-    """The sweep of a file.
+    """Return the sweep of a file.
 
     Raises:
         InputError: it cannot be read, or a line is wrong.
@@ -100,7 +100,7 @@ def read_sweep(path: Path) -> Sweep:
 
 
 def _complaint(error: ValidationError) -> str:
-    """The first thing that is wrong, in the words of the file."""
+    """Return the first thing that is wrong, in the words of the file."""
     first = min(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
     key, kind = ".".join(map(str, first["loc"])), first["type"]
     if kind == "missing" or (key, kind) == ("arms", "too_short"):
@@ -113,7 +113,7 @@ def _complaint(error: ValidationError) -> str:
 
 
 def planned(sweep: Sweep) -> Iterator[Planned]:
-    """Its runs: by seed, the arm that others are matched to first."""
+    """Yield its runs: by seed, the arm that others are matched to first."""
     arms = sorted(sweep.arms, key=lambda arm: arm != sweep.match)
     for seed in sweep.seeds:
         for arm in arms:
@@ -124,8 +124,8 @@ def planned(sweep: Sweep) -> Iterator[Planned]:
 
 
 def config_of(sweep: Sweep, run: Planned, loss: Mapping[str, Any] | None = None) -> tuple[Config, list[Path]]:
-    """The configuration of a run, with ``loss`` in place of the planned section, and the files it is read
-    from; its own is written into the sweep's folder.
+    """Return the configuration of a run, with ``loss`` in place of the planned section, and the files it is
+    read from; its own is written into the sweep's folder.
 
     Raises:
         InputError: a key is wrong; the line names the file.
@@ -139,8 +139,8 @@ def config_of(sweep: Sweep, run: Planned, loss: Mapping[str, Any] | None = None)
 
 
 def _laid_over(below: Keys, above: Keys) -> dict[str, dict[str, Any]]:
-    """Sections of both; where both have one, its keys, of which the upper win. A loss of another name is
-    taken whole."""
+    """Return sections of both; where both have one, its keys, of which the upper win. A loss of another name
+    is taken whole."""
     sections = {name: dict(keys) for name, keys in below.items()}
     for name, keys in above.items():
         mine = sections.get(name, {})

@@ -52,7 +52,7 @@ def make(
 
 
 def matched_loss(config: Config, records: Records) -> dict[str, Any]:
-    """The loss section of a configuration, its limits scaled until they would really clip the share of
+    """Return the loss section of a configuration, its limits scaled until they would really clip the share of
     ``records`` with an advantage that their own run clipped: what A pushes further out. A dual clip of the
     loss is not counted. FSPO's then does not calibrate itself; an L* to be measured is that of ``records``.
 
@@ -77,11 +77,7 @@ def matched_loss(config: Config, records: Records) -> dict[str, Any]:
 
 class _Processes:
     def __init__(
-        self,
-        sweep: Sweep,
-        say: Callable[[str], None],
-        total: int,
-        programs: Mapping[str, Sequence[str]],
+        self, sweep: Sweep, say: Callable[[str], None], total: int, programs: Mapping[str, Sequence[str]]
     ) -> None:
         self._sweep, self._say, self._total, self._programs = sweep, say, total, programs
         self._done, self._made, self._began = 0, 0, time.monotonic()
@@ -158,7 +154,7 @@ class _Processes:
 
 @contextmanager
 def _term_is_interrupt() -> Iterator[None]:
-    """SIGTERM ends a sweep as Ctrl-C does."""
+    """Have SIGTERM end a sweep as Ctrl-C does."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -54,7 +55,7 @@ _STEPS = 5
 
 
 def mean_over_seeds(values: Sequence[float]) -> dict[str, float]:
-    """``value``, the mean of one value a seed, and ``half_width`` of its 95% t interval, NaN for one seed."""
+    """Return ``value``, the mean over seeds, and ``half_width`` of its 95% t interval, NaN for one seed."""
     return {"value": fmean(values), "half_width": t_half_width(values)}
 
 
@@ -67,8 +68,7 @@ def summarize(sweep: Sweep) -> dict[str, Any]:
     ]
     by_arm: dict[str, list[dict[str, float]]] = {arm: [] for arm in sweep.arms}
     for run in runs:
-        numbers = {k: v for k, v in run.items() if isinstance(v, float) and math.isfinite(v)}
-        by_arm[run["arm"]].append(numbers)
+        by_arm[run["arm"]].append({k: v for k, v in run.items() if isinstance(v, float) and math.isfinite(v)})
     arms = {
         arm: {name: mean_over_seeds([run[name] for run in mine]) for name in _in_all(mine)}
         for arm, mine in by_arm.items()
@@ -85,7 +85,7 @@ def _in_all(runs: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def compared(sweep: Sweep, run: Planned) -> Records:
-    """The records of a run behind its figures of clipping."""
+    """Return the records of a run behind its figures of clipping."""
     folder = sweep.folder / run.name
     if sweep.match is None:
         return steady(read_records(folder), History(folder))
@@ -94,7 +94,7 @@ def compared(sweep: Sweep, run: Planned) -> Records:
 
 
 def figures(folder: Path, records: Records) -> dict[str, Any]:
-    """The figures of one run; those of clipping are over ``records``."""
+    """Return the figures of one run; those of clipping are over ``records``."""
     history = History(folder)
     reward, length = history.series("critic/rewards/mean"), history.series("response_length/mean")
     lre, rates, signed = pooled_lre(records), overall_rates(records), signed_errors(records)
@@ -118,17 +118,7 @@ def figures(folder: Path, records: Records) -> dict[str, Any]:
         "lre_null": lre.null_mean,
         "lre_max_null": lre.null_max,
         "ess": rates.ess,
-        "by_length": [
-            {
-                "low": one.low,
-                "high": one.high,
-                "records": one.records,
-                "out_of_band": one.out_of_band,
-                "judged": one.judged,
-                "clipped": one.clipped,
-            }
-            for one in clip_rates(records)
-        ],
+        "by_length": [asdict(one) for one in clip_rates(records)],
         "exponent": history.series("fspo/exponent").last(1),
         "reward_first": reward.first(_STEPS),
         "reward_last": reward.last(_STEPS),
@@ -148,7 +138,7 @@ def figures(folder: Path, records: Records) -> dict[str, Any]:
 
 
 def table(summary: Mapping[str, Any], match: str | None) -> str:
-    """The arms as Markdown, means over seeds with the half width of their 95% interval."""
+    """Return the arms as Markdown, means over seeds with the half width of their 95% interval."""
     names = [name for name in COLUMNS if any(name in arm for arm in summary["arms"].values())]
     rows = [
         [arm, *(_cell(means[name]) if name in means else "–" for name in names)]
@@ -163,7 +153,7 @@ def table(summary: Mapping[str, Any], match: str | None) -> str:
 
 
 def as_json(summary: Mapping[str, Any]) -> str:
-    """The summary with null where there is no number."""
+    """Return the summary with null where there is no number."""
     return json.dumps(plain(summary), indent=1) + "\n"
 
 

@@ -30,8 +30,8 @@ _LINES = 12
 def traces(
     requests: Iterable[Request], *, blackwell: bool = False, paths: Sequence[Path] = ()
 ) -> Iterator[dict[str, Any]]:
-    """One trace for each request, asked for one by one, in one process. GPUs are of the generation Blackwell,
-    which MXFP8 needs, or Hopper; ``paths`` are where modules are looked for first.
+    """Yield one trace for each request, asked for one by one, in one process. GPUs are of the generation
+    Blackwell, which MXFP8 needs, or Hopper; ``paths`` are where modules are looked for first.
 
     Raises:
         InputError: there is no compiler, or torch is not a build for CUDA.
@@ -98,8 +98,8 @@ def _compile(library: Path) -> None:
 
 
 def trace(config: Config, given: Given, *, model: str | None, rank: int, use_json: bool) -> str:
-    """The text to print of the trace of a rank, beside the plan of ``given``. ``model`` is a preset or a
-    folder, by default the run's checkpoint.
+    """Return the text to print of the trace of a rank, beside the plan of ``given``. ``model`` is a preset or
+    a folder, by default the run's checkpoint.
 
     Raises:
         InputError: it cannot be traced here.
@@ -127,7 +127,7 @@ def trace(config: Config, given: Given, *, model: str | None, rank: int, use_jso
 
 
 def as_text(seen: dict[str, Any], rank: int, world: int) -> str:
-    """Tables of a trace."""
+    """Return tables of a trace."""
     count = seen["micro_batches"]
     lines = [
         f"rank {rank} of {world} without a GPU: no kernel ran; shapes, memory, messages and syncs are those "
@@ -163,7 +163,7 @@ def as_text(seen: dict[str, Any], rank: int, world: int) -> str:
 
 
 def _group(ranks: list[int], groups: dict[str, list[int]]) -> str:
-    """The group's name, and the links it uses: a node has eight GPUs."""
+    """Return the group's name, and the links it uses: a node has eight GPUs."""
     names = [name for name, members in groups.items() if members == ranks]
     inside = len({rank // 8 for rank in ranks}) == 1
     return f"{names[0] if names else f'{len(ranks)} ranks'} {'in a node' if inside else 'between nodes'}"

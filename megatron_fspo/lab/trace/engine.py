@@ -59,7 +59,7 @@ def install(watch: Watch) -> None:
 
 
 def is_there() -> bool:
-    """True if Transformer Engine's Python is installed."""
+    """Return True if Transformer Engine's Python is installed."""
     return PathFinder.find_spec("transformer_engine") is not None
 
 
@@ -83,7 +83,9 @@ def _kernels(watch: Watch) -> dict[str, Callable[..., Any]]:
         ],
         "bgrad_quantize": lambda x, quantizer: (x.new_empty(x.shape[-1]), _quantize(x, quantizer)),
         "dequantize": lambda x, dtype: torch.empty(x.size(), dtype=_dtype(dtype, x.dtype), device="cuda"),
-        "fp8_transpose": lambda x, dtype, out=None: _transposed(x) if out is None else out,
+        "fp8_transpose": lambda x, dtype, out=None: (
+            x.new_empty(x.shape[-1], *x.shape[:-1]) if out is None else out
+        ),
         "swap_first_dims": lambda x, out=None: (
             x.new_empty(x.shape[1], x.shape[0], *x.shape[2:]) if out is None else out
         ),
@@ -127,13 +129,13 @@ def _quantize(x: Tensor, quantizer: Any, out: Any = None, noop: Any = None) -> A
 
 
 def _empty_quantized(quantizer: Any, shape: list[int], dtype: torch.dtype, device: Any, *_: Any) -> Any:
-    """A tensor in FP8: of each way in which it is read the values, a byte each, and their scales."""
+    """Return a tensor in FP8: of each way in which it is read the values, a byte each, and their scales."""
     from transformer_engine.pytorch import tensor as kinds
 
     def empty(size: Any, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
-    kind, ways = type(quantizer).__name__, {"rowwise": False, "columnwise": True}
+    kind = type(quantizer).__name__
     parts: dict[str, Any] = {"fp8_dtype": quantizer.dtype, "quantizer": quantizer}
     if kind in ("Float8Quantizer", "Float8CurrentScalingQuantizer"):
         name = "Float8Tensor"
@@ -147,7 +149,7 @@ def _empty_quantized(quantizer: Any, shape: list[int], dtype: torch.dtype, devic
             parts["is_2D_scaled"] = quantizer.block_scaling_dim == 2
         else:
             parts["with_gemm_swizzled_scales"] = False
-        for way, columnwise in ways.items():
+        for way, columnwise in (("rowwise", False), ("columnwise", True)):
             used = getattr(quantizer, f"{way}_usage")
             values = quantizer.get_columnwise_shape(shape) if blocks and columnwise else shape
             scales = quantizer.get_scale_shape(shape, columnwise)
@@ -160,10 +162,6 @@ def _empty_quantized(quantizer: Any, shape: list[int], dtype: torch.dtype, devic
     return getattr(kinds, name)(shape=shape, dtype=dtype, device=device, **parts)
 
 
-def _transposed(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[-1], *x.shape[:-1])
-
-
 def _norm(x: Tensor, weight: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any, *_: Any) -> list[Any]:
     if out is None:
         out = x.new_empty(x.shape, dtype=_dtype(dtype, x.dtype))
@@ -174,7 +172,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float, out: Any, quantizer: Any, dtype
 
 def _gemm(watch: Watch) -> Callable[..., Any]:
     def generic_gemm(*args: Any, extra_output: Tensor | None = None, **more: Any) -> list[Any]:
-        """op(b) op(a), as cuBLAS names it."""
+        """Return op(b) op(a), as cuBLAS names it."""
         a, transpose_a, b, transpose_b, out, _, out_dtype, bias, _, _, _, grad, *_ = args
         first, second = a.size(), b.size()
         rows_a, rows_b = first[:-1].numel(), second[:-1].numel()
@@ -194,7 +192,7 @@ def _grouped_gemm(watch: Watch) -> Callable[..., Any]:
     def te_general_grouped_gemm(
         a: Sequence[Tensor], transpose_a: bool, b: Sequence[Tensor], transpose_b: bool, *args: Any
     ) -> Any:
-        """A product for each expert, into tensors that are there."""
+        """Return a product for each expert, into tensors that are there."""
         for first, second in zip(a, b, strict=True):
             rows_a, rows_b = first.size()[:-1].numel(), second.size()[:-1].numel()
             inner, columns = (first.size()[-1], rows_a) if transpose_a else (rows_a, first.size()[-1])

@@ -89,7 +89,7 @@ class Memory:
         return kept is not None and kept.values is None and tensor.untyped_storage().nbytes() <= VALUE_BYTES
 
     def give_values(self, tensor: Tensor) -> Tensor:
-        """Ones, which are now the values of a tensor, to be written over."""
+        """Return ones, which are now the values of a tensor, to be written over."""
         storage = tensor.untyped_storage()
         ones = torch.ones(-(-storage.nbytes() // tensor.itemsize), dtype=tensor.dtype)
         self._storages[storage._cdata].values = ones.untyped_storage()
@@ -98,7 +98,7 @@ class Memory:
         return values
 
     def values(self, tensor: Tensor) -> Tensor | None:
-        """The values of a tensor, on the host, to be read and written; None where they are not known."""
+        """Return the values of a tensor, on the host, to read and write; None where they are not known."""
         kept = self._storages.get(tensor.untyped_storage()._cdata)
         if kept is None or kept.values is None:
             return None

@@ -32,7 +32,7 @@ class Seen(Protocol):
 
 @contextmanager
 def replaced(watch: Seen) -> Iterator[None]:
-    """Functions of torch that know of no fake tensors, or that wait for the device."""
+    """Replace functions of torch that know of no fake tensors, or that wait for the device."""
     resize, address, make = torch.UntypedStorage.resize_, torch.UntypedStorage.data_ptr, torch.tensor
 
     def tolist(tensor: Tensor) -> Any:
@@ -82,7 +82,7 @@ def replaced(watch: Seen) -> Iterator[None]:
 
 
 def _apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torch.nn.Module:
-    """As ``Module._apply``, without swapping tensors, which fake ones do not allow."""
+    """Do as ``Module._apply``, without swapping tensors, which fake ones do not allow."""
     for child in module.children() if recurse else ():
         child._apply(function)  # type: ignore[no-untyped-call]
     held: dict[str, Any]

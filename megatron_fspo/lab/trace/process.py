@@ -24,6 +24,8 @@ from megatron_fspo.lab.trace import engine
 from megatron_fspo.lab.trace.record import Request, Site, Trace
 from megatron_fspo.lab.trace.watch import Watch
 
+_AS_IT_IS = ("flops", "launches", "dispatched", "mixed", "early", "peaks", "peak")
+
 
 def main() -> None:
     """Answer requests until there are no more."""
@@ -100,23 +102,15 @@ def _count_head() -> None:
 
 
 def _as_json(seen: Trace) -> dict[str, Any]:
-    """A trace as JSON types."""
+    """Return a trace as JSON types."""
     return {
         "syncs": [asdict(key) | {"count": n} for key, n in sorted(seen.syncs.items(), key=str)],
         "collectives": [
             asdict(key) | {"count": n, "sent": seen.sent[key], "largest": seen.largest[key]}
             for key, n in seen.collectives.items()
         ],
-        "flops": dict(seen.flops),
-        "launches": dict(seen.launches),
-        "dispatched": dict(seen.dispatched),
-        "mixed": seen.mixed,
-        "early": seen.early,
-        "allocations": _by_line(seen.allocations),
-        "wide": _by_line(seen.wide),
-        "peaks": seen.peaks,
-        "peak": seen.peak,
-        "at_peak": _by_line(seen.at_peak),
+        **{name: _by_line(getattr(seen, name)) for name in ("allocations", "wide", "at_peak")},
+        **{name: getattr(seen, name) for name in _AS_IT_IS},
     }
 
 

@@ -62,7 +62,7 @@ class Collective:
     ranks: tuple[int, ...]
 
     def sent(self, size: int) -> float:
-        """Bytes that a rank sends on a ring, of tensors of ``size`` bytes, the whole ones."""
+        """Return the bytes that a rank sends on a ring, of tensors of ``size`` bytes, the whole ones."""
         n = len(self.ranks)
         share = {"allreduce_": 2 * (n - 1) / n, "send": 1.0, "recv_": 0.0, "barrier": 0.0}
         return size * share.get(self.name, (n - 1) / n)
@@ -101,7 +101,7 @@ class Trace:
 
 
 def here() -> Site:
-    """The innermost line of ours, Megatron's or Transformer Engine's."""
+    """Return the innermost line of ours, Megatron's or Transformer Engine's."""
     frame = sys._getframe(1)
     while frame is not None:
         name, file = frame.f_code.co_filename, None

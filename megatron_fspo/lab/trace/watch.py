@@ -75,7 +75,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """What is seen counts for this phase; its peak begins with what is held."""
+        """Count what is seen for this phase; its peak begins with what is held."""
         before, self.trace.phase = self.trace.phase, name
         self.trace.peaks[name] = max(self.trace.peaks.get(name, 0), self.trace.live)
         try:
@@ -84,8 +84,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.trace.phase = before
 
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that is one kernel on a GPU: what it holds while it runs does not count, and what it
-        returns does."""
+        """Return a function that is one kernel on a GPU: what it holds while it runs does not count, and what
+        it returns does."""
 
         @functools.wraps(function)
         def launched(*args: Any, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.trace.syncs[Sync(self.trace.phase, here(), kind)] += 1
 
     def host_values(self, tensor: Tensor) -> Tensor:
-        """The values of a device tensor, on the host; ones where they are not known."""
+        """Return the values of a device tensor, on the host; ones where they are not known."""
         with _disable_current_modes():
             known = self.memory.values(tensor)
             return torch.ones(tensor.shape, dtype=tensor.dtype) if known is None else known.clone()
@@ -194,7 +194,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # Between host and device
 
     def _to_host(self, func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
-        """The answer to an operation that brings values to the host; None for any other."""
+        """Return the answer to an operation that brings values to the host; None for any other."""
         if func is aten._local_scalar_dense.default:
             self.sync("item")
             values = self.host_values(args[0])
@@ -249,7 +249,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise RuntimeError(f"{here()}: {func} on the device was given a host tensor")
 
     def _sized_by_data(self, func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
-        """The answer to an operation whose size depends on values; None for any other."""
+        """Return the answer to an operation whose size depends on values; None for any other."""
         if func in _READS:
             self.sync(func._schema.name.removeprefix("aten::"))
         elif func in _INDEXED:
@@ -283,7 +283,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [self._put(column) for column in columns]
 
     def _put(self, values: Tensor) -> Tensor:
-        """A device tensor of these values, which the host does not send."""
+        """Return a device tensor of these values, which the host does not send."""
         made: Tensor = self.__torch_dispatch__(
             aten.empty.memory_format,
             (),
@@ -352,7 +352,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return work if len(func._schema.returns) == 1 else (args[0], work)
 
     def _exchange(self, args: Any) -> None:
-        """Every rank gives what this one does: outputs are copies of the input, end to end."""
+        """Copy the input into the outputs, end to end: every rank gives what this one does."""
         if len(args) < 2:
             return
         outs, source = args[0], args[1]
