@@ -15,21 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_fspo import weights
 from megatron_fspo.cli.command import JSON, argument, command, launcher
 from megatron_fspo.cli.console import import_megatron, progress_bar
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.evaluation.tables import columns
-from megatron_fspo.weights import (
-    Architecture,
-    Difference,
-    compare,
-    compare_with_manifest,
-    is_megatron,
-    open_checkpoint,
-    read_architecture,
-    read_manifest,
-    size_in_bytes,
-)
 from megatron_fspo.weights.folder import differing_side_files
 
 LENGTHS = (7, 64, 200)
@@ -90,30 +80,32 @@ def _check_logits(first: Path, second: Path | None, layout: str) -> None:
     from megatron_fspo.mcore.sizes import check_parallel
     from megatron_fspo.verify.layouts import count_ranks, parse_layout
 
-    check_parallel(read_architecture(first), parse_layout(layout, world_size=count_ranks(layout)).parallel)
+    check_parallel(
+        weights.read_architecture(first), parse_layout(layout, world_size=count_ranks(layout)).parallel
+    )
 
 
-def _bits(first: Path, second: Path | None) -> Iterator[Difference]:
+def _bits(first: Path, second: Path | None) -> Iterator[weights.Difference]:
     """Yield tensors and files that differ from the second checkpoint, or else from the manifest."""
-    arch = read_architecture(first)
-    reader = open_checkpoint(first, arch)
-    with progress_bar(size_in_bytes(reader), "comparing") as progress:
+    arch = weights.read_architecture(first)
+    reader = weights.open_checkpoint(first, arch)
+    with progress_bar(weights.size_in_bytes(reader), "comparing") as progress:
         if second is None:
-            manifest = read_manifest(first)
+            manifest = weights.read_manifest(first)
             if manifest is None:
                 raise InputError(f"{first} has no manifest.json: name a second checkpoint to compare with")
-            yield from compare_with_manifest(reader, manifest.tensors, progress)
+            yield from weights.compare_with_manifest(reader, manifest.tensors, progress)
             return
-        other = read_architecture(second)
+        other = weights.read_architecture(second)
         if other != arch:
             keys = [key for key, value in vars(arch).items() if value != getattr(other, key)]
             raise InputError(f"{first} and {second} are different models: {', '.join(keys)} differ")
-        yield from compare(reader, open_checkpoint(second, arch), arch, progress)
+        yield from weights.compare(reader, weights.open_checkpoint(second, arch), arch, progress)
         for name in differing_side_files(first, second):
-            yield Difference(name, "is not in both folders, or not the same")
+            yield weights.Difference(name, "is not in both folders, or not the same")
 
 
-def _describe(differences: Sequence[Difference], first: Path, second: Path | None) -> str:
+def _describe(differences: Sequence[weights.Difference], first: Path, second: Path | None) -> str:
     what = f"{first} and {second}" if second else f"{first} and its manifest"
     if not differences:
         return f"{what}: bit for bit the same"
@@ -126,11 +118,11 @@ def _describe(differences: Sequence[Difference], first: Path, second: Path | Non
 
 def _logits(folders: Sequence[Path], layout: str, dtype: str) -> list[dict[str, Any]]:
     """Score sequences with every model; return the log-prob differences from the first, in nats."""
-    arch = read_architecture(folders[0])
+    arch = weights.read_architecture(folders[0])
     sequences = _sequences(arch)
     scores: dict[str, Tensor] = {}
     for folder in folders:
-        if not is_megatron(folder):
+        if not weights.is_megatron(folder):
             scores[f"{folder}, transformers"] = _transformers_scores(folder, sequences, DTYPES[dtype])
     for folder in folders:
         scores[f"{folder}, Megatron {layout}"] = _megatron_scores(folder, sequences, layout, dtype)
@@ -141,7 +133,7 @@ def _logits(folders: Sequence[Path], layout: str, dtype: str) -> list[dict[str, 
     return [{"name": name, "max": d.max().item(), "mean": d.mean().item()} for name, d in differences]
 
 
-def _sequences(arch: Architecture) -> list[list[int]]:
+def _sequences(arch: weights.Architecture) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     lengths = [min(length, arch.max_position_embeddings) for length in LENGTHS]
     return [torch.randint(arch.vocab_size, (n,), generator=generator).tolist() for n in lengths]

@@ -28,6 +28,7 @@ INDEPENDENT = {
     "row": "all {:,} rows as independent: the dump names neither prompts nor responses",
 }
 """Kind of the clusters → its words."""
+_FIGURES = "sigma exponent parts flips bins given rate matched disagreements".split()
 
 
 def as_json(explanation: Explanation) -> dict[str, Any]:
@@ -41,19 +42,11 @@ def as_json(explanation: Explanation) -> dict[str, Any]:
         "empty": dump.empty,
         "nonfinite": dump.nonfinite,
         "unread": dump.unread,
-        "sigma": explanation.sigma,
-        "exponent": explanation.exponent,
         "independent": dump.clustered_by,
         "clusters": dump.clusters_count,
-        "parts": explanation.parts,
-        "flips": explanation.flips,
         "noise": explanation.noise_source,
-        "bins": explanation.bins,
-        "given": explanation.given,
-        "rate": explanation.rate,
-        "matched": explanation.matched,
-        "disagreements": explanation.disagreements,
         "words": list(sentences(explanation)),
+        **{name: getattr(explanation, name) for name in _FIGURES},
     }
     return {name: plain(value) for name, value in content.items()}
 
