@@ -43,19 +43,26 @@ def environment(**extra: str) -> dict[str, str]:
     }
 
 
-def torchrun(
-    program: Sequence[str], *, nproc: int, cwd: Path = REPO, timeout: float = 300, **extra: str
+def python(
+    *words: str, cwd: Path = REPO, timeout: float = 300, **extra: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python program...`` on ``nproc`` ranks and wait; output is captured."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+    """Run ``python words...`` in a process that has imported nothing, and wait; output is captured."""
     return subprocess.run(
-        [*command, *program],
+        [sys.executable, *words],
         cwd=cwd,
         env=environment(**extra),
         timeout=timeout,
         capture_output=True,
         text=True,
     )
+
+
+def torchrun(
+    program: Sequence[str], *, nproc: int, cwd: Path = REPO, timeout: float = 300, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """The same on ``nproc`` ranks."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc))
+    return python(*launcher, *program, cwd=cwd, timeout=timeout, **extra)
 
 
 def forked(

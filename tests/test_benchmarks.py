@@ -33,7 +33,7 @@ from benchmarks import (
     steady_memory,
     triton_head,
 )
-from launch import REPO, environment
+from launch import REPO, environment, python
 from megatron_fspo.lab.sweep.file import Sweep, read_sweep
 
 RESULTS = REPO / "benchmarks/results"
@@ -154,8 +154,7 @@ def test_short_forms_run_and_keep_nothing() -> None:
 
 def started(script: str, *words: str) -> str:
     """Run a benchmark from the root, and return what it prints."""
-    command = [sys.executable, "-W", "ignore", f"benchmarks/{script}", *words]
-    done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300)
+    done = python("-W", "ignore", f"benchmarks/{script}", *words)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

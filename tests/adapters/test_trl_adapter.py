@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import copy
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ import torch
 from trl import GRPOConfig
 from trl_batches import difference, make_trainer, one_step, random_batch, random_model, score
 
-from launch import REPO, environment
+from launch import REPO, torchrun
 from megatron_fspo.adapters.trl import FSPOConfig, FSPOTrainer
 from megatron_fspo.losses import FSPOLoss
 
@@ -154,15 +152,7 @@ def test_processes_change_nothing(tmp_path: Path) -> None:
     for nproc in (1, 2):
         out = tmp_path / f"{nproc}.pt"
         worker = Path(__file__).with_name("trl_worker.py")
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-        done = subprocess.run(
-            [sys.executable, *launch, str(worker), str(out)],
-            env=environment(),
-            cwd=REPO,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        done = torchrun([str(worker), str(out)], nproc=nproc)
         assert done.returncode == 0, done.stderr[-3000:]
         found.append(torch.load(out))
     assert difference(found[1], found[0]) < 2e-6

@@ -12,16 +12,7 @@ from torch import Tensor
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import FSDPActorConfig
 
-from megatron_fspo.losses import (
-    CISPOLoss,
-    DAPOLoss,
-    DPPOTVLoss,
-    GMPOLoss,
-    GRPOLoss,
-    GSPOLoss,
-    Loss,
-    SAPOLoss,
-)
+from megatron_fspo.losses import CISPOLoss, DAPOLoss, DPPOTVLoss, GMPOLoss, GRPOLoss, GSPOLoss, Loss, SAPOLoss
 
 # verl and Ray announce what they are going to remove.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from dumps import LIMITS, RECORDED, token_rows, walks, write
-from launch import REPO, environment
+from launch import python
 from megatron_fspo.cli import main
 from megatron_fspo.lab.explain.command import explain
 from megatron_fspo.lab.explain.losses import BAND_LOSSES
@@ -120,7 +119,6 @@ def test_explain_and_plan_need_no_megatron(tmp_path: Path) -> None:
         "import sys; sys.modules.update(dict.fromkeys(['megatron', 'transformer_engine', 'transformers']));"
         f"from megatron_fspo.cli import main; sys.exit(main({explain}) or main({plan}))"
     )
-    words = [sys.executable, "-c", program]
-    done = subprocess.run(words, cwd=REPO, env=environment(), capture_output=True, text=True)
+    done = python("-c", program)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out/index.html").exists() and "the run fits" in done.stdout

@@ -14,11 +14,7 @@ from torch import Tensor
 from megatron_fspo.errors import InputError
 from megatron_fspo.losses import FSPOLoss, LossState, PolicyLossConfig
 from megatron_fspo.losses.fspo import WATCHED
-from megatron_fspo.objective import (
-    FSPOBand,
-    LengthFairDualClip,
-    sequence_surrogate,
-)
+from megatron_fspo.objective import FSPOBand, LengthFairDualClip, sequence_surrogate
 from megatron_fspo.objective.calibration import sigma_hat
 from megatron_fspo.objective.policy_objective import SequenceLevel
 

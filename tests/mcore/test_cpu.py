@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ast
 import os
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import patch
 
 import megatron.core
 import pytest
 
-from launch import environment
+from launch import python
 from megatron_fspo.mcore.backend import _FACTORIES, choose_backend
 
 # A process of its own: what is installed stays.
@@ -46,12 +44,7 @@ ELSEWHERE = {"inference", "export", "fsdp", "datasets", "resharding", "ssm", "fu
 
 @pytest.mark.slow
 def test_it_means_cpu() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", IN_A_PROCESS],
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = python("-W", "ignore", "-c", IN_A_PROCESS)
     assert done.stdout.strip() == "held", done.stderr
 
 
@@ -78,8 +71,7 @@ def found_in_a_new_process(program: str) -> list[str]:
         "; import megatron.core.jit; assert torch.compile is compiling; print(torch.cuda.is_available(), "
         "megatron.core.jit.jit_fuser is compiling, 'torch._inductor' in sys.modules)"
     )
-    command = [sys.executable, "-W", "ignore", "-c", begin + program + end]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    done = python("-W", "ignore", "-c", begin + program + end)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1].split()
 

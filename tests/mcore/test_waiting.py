@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     worker = Path(__file__).with_name("waiting_worker.py")
-    return found_by(worker, tmp_path_factory.mktemp("waiting"), nproc=0, timeout=240)  # type: ignore[no-any-return]
+    return found_by(worker, tmp_path_factory.mktemp("waiting"), nproc=0, timeout=240)
 
 
 def test_the_first_rank_may_wait_longer_than_a_collective(found: dict[str, list[dict[str, Any]]]) -> None:

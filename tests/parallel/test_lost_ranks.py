@@ -21,7 +21,7 @@ Found = dict[str, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     worker = Path(__file__).with_name("control_worker.py")
-    return found_by(worker, tmp_path_factory.mktemp("lost"), nproc=0, timeout=200)  # type: ignore[no-any-return]
+    return found_by(worker, tmp_path_factory.mktemp("lost"), nproc=0, timeout=200)
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,8 @@ PROGRAM = """
 import os, sys
 from pathlib import Path
 from megatron_fspo.errors import InputError
+from megatron_fspo.mcore import leave_uncompiled
+leave_uncompiled()
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.startup import job, join
 with job():

@@ -12,11 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine_job import Job
-from launch import why
 from megatron_fspo.rollout.client.proof import WrongWeights
 from megatron_fspo.types import SamplingParams
 from real_server import FAR, TOLERANCE, scores, send, weights
-from runs import rows, run
+from runs import rows, trained
 from serving import Served, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -121,8 +120,7 @@ def test_a_run(server: Served, checkpoint: Path, tmp_path: Path) -> None:
     words += " --lora.alpha 16 --optimizer.lr 1e-2 --loss.entropy-coef 0.1 --loss.kl-coef 0.01"
     words += " --loss.calibrate 0 --rollout.max-response-tokens 24 --checkpoint.every 0 --evaluation.every 0"
     words += f" --reward.max-steps-without-spread 0 --parallel.silence-seconds 300 --vllm.urls {[server.url]}"
-    done = run(tmp_path, "run", *words.split())
-    assert done.returncode == 0, why(done.stderr)
+    trained(tmp_path, "run", *words.split())
     logged = [row for row in rows(tmp_path, "run") if row["step"] > 0]
     assert [row["training/weight_version"] for row in logged] == [1, 2, 3]
     for row in logged:

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
-from launch import REPO, why
+from launch import REPO
 from megatron_fspo.config import VLLM
 from megatron_fspo.rollout.client.connect import Needs, absent_servers
 from megatron_fspo.types import Completion, Prompt, Routing, SamplingParams
 from real_server import sampled, send, weights
-from runs import rows, run
+from runs import rows, trained
 from serving import Served, serving
 from test_real_runs import words
 
@@ -112,8 +112,7 @@ def test_routes_are_those_of_transformers(server: Served, mixtures: list[Path]) 
 def test_a_run_gets_the_routes_of_all_responses(server: Served, mixtures: list[Path], tmp_path: Path) -> None:
     """And servers have the trainer's experts: an update by the names of a checkpoint."""
     more = "--moe.replay rollout --parallel.tensor 1 --parallel.sequence false"
-    done = run(tmp_path, "run", *words(mixtures[0], server, 2, *more.split()))
-    assert done.returncode == 0, why(done.stderr)
+    trained(tmp_path, "run", *words(mixtures[0], server, 2, *more.split()))
     for row in rows(tmp_path, "run"):
         if row["step"]:
             assert row["rollout/route_fallback"] == 0 and row["actor/grad_norm"] > 0

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from launch import why
 from metrics_page import unknown
 from real_server import FAR, TOLERANCE, Routes, weights
-from runs import rows, run
+from runs import rows, run, trained
 from serving import Served, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -88,8 +88,7 @@ def test_updates_by_disk_in_turns(checkpoint: Path, disk: Served, tmp_path: Path
     folder = tmp_path / "weights"
     more = f"--vllm.transfer disk --vllm.folder {folder} --vllm.colocated true --rollout.temperature 0.7"
     more += " --evaluation.every 2 --checkpoint.every 2"
-    done = run(tmp_path, "run", *words(checkpoint, disk, 4, *more.split()))
-    assert done.returncode == 0, why(done.stderr)
+    trained(tmp_path, "run", *words(checkpoint, disk, 4, *more.split()))
     asleep = disk.routes.ask("/is_sleeping")
     assert asleep == (200, {"is_sleeping": True}), "the last to take memory was the export"
     for row in steps(tmp_path, 4):
@@ -135,8 +134,7 @@ def test_ahead_of_training_no_token_is_older_than_allowed(
         "--rollout.max-staleness 1 --rollout.max-response-tokens 60 --vllm.in-flight 1 --rollout.samples 12"
     )
     more += " --batch.mini-batches 1 --loss.calibrate 0"
-    done = run(tmp_path, "run", *words(checkpoint, pair[0], 8, *more.split()))
-    assert done.returncode == 0, why(done.stderr)
+    trained(tmp_path, "run", *words(checkpoint, pair[0], 8, *more.split()))
     logged = steps(tmp_path, 8)
     # Batches are asked for while earlier steps train. On a loaded machine an update may overtake one of them.
     ages = [row["rollout/staleness/max"] for row in logged]

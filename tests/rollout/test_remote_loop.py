@@ -6,8 +6,6 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -15,7 +13,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from launch import REPO, environment
+from launch import python
 from megatron_fspo.job.remote import Loop, http_client, request
 
 
@@ -88,14 +86,7 @@ loop = Loop("rollout")
 loop.submit(work())
 loop.run(nothing())
 """
-    done = subprocess.run(
-        [sys.executable, "-X", "dev", "-c", program],
-        env=environment(),
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
+    done = python("-X", "dev", "-c", program, timeout=30)
     # Of a loaded machine asyncio says that a callback took long.
     said = [line for line in done.stderr.splitlines() if not line.startswith("Executing <Handle ")]
     assert (done.returncode, done.stdout, said) == (0, "cleaned up\n", [])

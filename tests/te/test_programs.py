@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from launch import forked, why
-from runs import CONFIG, PROGRAM, SMALL, numbers, rows, run, train_words
+from runs import CONFIG, PROGRAM, SMALL, numbers, rows, train_words, trained
 
 FP8 = ["--model.dtype", "bfloat16", "--fp8.recipe", "blockwise"]
 VERIFIED = ["tp2.sp.do.recompute", "pp2.vpp2", "dp2.do.overlap"]
@@ -24,8 +24,7 @@ def test_the_gradient_of_every_layout_without_context_parallel(tmp_path: Path) -
 
 def test_the_demo_trains_in_fp8_exports_and_resumes(tmp_path: Path) -> None:
     words = [*FP8, "--run.steps", "2", "--checkpoint.every", "1", "--evaluation.every", "2"]
-    done = run(tmp_path, "whole", *words)
-    assert done.returncode == 0, why(done.stderr)
+    trained(tmp_path, "whole", *words)
     found = rows(tmp_path, "whole")
     assert [row["step"] for row in found] == [0, 1, 2]
     # The packs of the old pass are those of training: nothing has moved before the first update.
@@ -35,8 +34,7 @@ def test_the_demo_trains_in_fp8_exports_and_resumes(tmp_path: Path) -> None:
     assert all(row["actor/grad_norm"] > 0 for row in found if row["step"])
     weights = (tmp_path / "whole/hf/model.safetensors").read_bytes()
     shutil.rmtree(tmp_path / "whole/checkpoints/step_000002")
-    resumed = run(tmp_path, "whole", *words, "--resume")
-    assert resumed.returncode == 0, why(resumed.stderr)
+    trained(tmp_path, "whole", *words, "--resume")
     assert list(map(numbers, rows(tmp_path, "whole"))) == list(map(numbers, found))
     assert (tmp_path / "whole/hf/model.safetensors").read_bytes() == weights
 

@@ -174,7 +174,9 @@ def _wrapped(owner: Any, name: str, stand_in: Callable[..., Any]) -> Any:
 
 def main() -> int:
     from megatron_fspo import cli
+    from megatron_fspo.mcore import leave_uncompiled
 
+    leave_uncompiled()  # as the command line does, before what is patched is imported
     place = Place(json.loads(os.environ.get(PLAN, "{}")))
     with ExitStack() as stack:
         for patch in patches(place):

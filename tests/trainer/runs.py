@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch import REPO, forked
+from launch import REPO, forked, why
 
 CONFIG = REPO / "examples/make_sum/run.toml"
 SMALL = (
@@ -37,6 +37,13 @@ def train_words(folder: Path, name: str, *extra: str) -> list[str]:
 def run(folder: Path, name: str, *extra: str, nproc: int = 2) -> subprocess.CompletedProcess[str]:
     """Train to the end, forked; output is captured."""
     return forked([*PROGRAM, *train_words(folder, name, *extra)], nproc=nproc if nproc > 1 else 0)
+
+
+def trained(folder: Path, name: str, *extra: str, nproc: int = 2) -> str:
+    """:func:`run`, which has to succeed; what it printed."""
+    done = run(folder, name, *extra, nproc=nproc)
+    assert done.returncode == 0, f"{name}: {why(done.stderr)}"
+    return done.stdout
 
 
 def faulty(folder: Path, name: str, fault: Sequence[str], *extra: str) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from launch import REPO, forked, why
 from megatron_fspo.weights import read_manifest
 from megatron_fspo.weights.folder import digest, read_sums, write_sums
-from runs import numbers, rows, run
+from runs import numbers, rows, run, trained
 
 pytestmark = pytest.mark.slow
 
@@ -39,8 +39,7 @@ COMMON = ("--run.steps", "2", "--checkpoint.every", "1", "--loss.kl-coef", "0.5"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
     for name, layout in LAYOUTS.items():
-        result = run(folder, name, *COMMON, *layout)
-        assert result.returncode == 0, f"{name}: {why(result.stderr)}"
+        trained(folder, name, *COMMON, *layout)
     return folder
 
 
@@ -74,8 +73,7 @@ def test_a_run_resumes_from_its_checkpoint_with_the_same_numbers(folder: Path, n
     """Weights, moments and counters came back: the second step is the uninterrupted run's."""
     again = f"{name}-again"
     before_second_step(folder, name, again)
-    result = run(folder, again, *COMMON, *LAYOUTS[name], "--resume")
-    assert result.returncode == 0, why(result.stderr)
+    trained(folder, again, *COMMON, *LAYOUTS[name], "--resume")
     want, got = (numbers(rows(folder, run_name)[-1]) for run_name in (name, again))
     assert got == pytest.approx(want, rel=1e-6, nan_ok=True)
     weights, resumed = (load_file(folder / run_name / "hf/model.safetensors") for run_name in (name, again))
@@ -85,8 +83,7 @@ def test_a_run_resumes_from_its_checkpoint_with_the_same_numbers(folder: Path, n
 def test_a_run_resumes_on_half_the_ranks(folder: Path) -> None:
     """The same global batch, its loss and gradients; the optimizer's parts of two ranks are one rank's."""
     before_second_step(folder, "optimizer", "half")
-    result = run(folder, "half", *COMMON, *PLAIN, "--resume", nproc=1)
-    assert result.returncode == 0, why(result.stderr)
+    trained(folder, "half", *COMMON, *PLAIN, "--resume", nproc=1)
     want, got = (numbers(rows(folder, run_name)[-1]) for run_name in ("optimizer", "half"))
     for row in (want, got):
         del row["rollout/mismatch_outliers"]  # of rounding errors, which other batches have others of
@@ -131,8 +128,7 @@ def test_a_hostile_checkpoint_runs_no_code_on_resume(folder: Path, tmp_path: Pat
 
 def test_bf16_trains_with_log_probs_of_fp32_logits(tmp_path: Path) -> None:
     """Weights and activations rounded, log-probs not: the old pass equals the first update to the bit."""
-    result = run(tmp_path, "bf16", "--run.steps", "1", "--model.dtype", "bfloat16")
-    assert result.returncode == 0, why(result.stderr)
+    trained(tmp_path, "bf16", "--run.steps", "1", "--model.dtype", "bfloat16")
     row = next(row for row in rows(tmp_path, "bf16") if row["step"] == 1)
     assert row["fspo/on_policy_abs_s_max"] == 0
     assert row["rollout/logprob_abs_diff/mean"] < 0.02  # the sampler's activations round in other places

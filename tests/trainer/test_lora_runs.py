@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launch import REPO, why
+from launch import REPO
 from megatron_fspo.weights.chunks import ChunkReader
-from runs import rows, run
+from runs import rows, run, trained
 
 RANK = 4
 WORDS = [
@@ -27,8 +27,7 @@ BASE = REPO / "examples/make_sum/checkpoint/model.safetensors"
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``whole``: four steps, in one go."""
     folder = tmp_path_factory.mktemp("lora")
-    done = run(folder, "whole", *WORDS, *ONE, nproc=1)
-    assert done.returncode == 0, why(done.stderr)
+    trained(folder, "whole", *WORDS, *ONE, nproc=1)
     return folder
 
 
@@ -68,8 +67,7 @@ def test_a_resumed_run_ends_as_the_one_in_one_go(made: Path, nproc: int) -> None
     shutil.copytree(made / "whole", made / name)
     shutil.rmtree(made / name / "checkpoints/step_000004")
     layout = ONE if nproc == 1 else ["--parallel.tensor", "2", "--parallel.sequence", "true"]
-    done = run(made, name, *WORDS, *layout, "--resume", "auto", nproc=nproc)
-    assert done.returncode == 0, why(done.stderr)
+    trained(made, name, *WORDS, *layout, "--resume", "auto", nproc=nproc)
     want, got = (
         load_file(made / run_name / "adapter/adapter_model.safetensors") for run_name in ("whole", name)
     )
@@ -92,9 +90,8 @@ def test_a_resume_with_other_adapters_is_refused(made: Path, keys: list[str], na
 def test_merging_into_bfloat16_is_said_to_lose_some(made: Path) -> None:
     """As much as the files show: of an update of 1e-4 much less than one of bfloat16's steps is left."""
     words = [*WORDS, *ONE, "--model.dtype", "bfloat16", "--optimizer.lr", "1e-5"]
-    done = run(made, "rounded", *words, nproc=1)
-    assert done.returncode == 0, why(done.stderr)
-    (said,) = (line for line in done.stdout.splitlines() if "rounding lost" in line)
+    lines = trained(made, "rounded", *words, nproc=1).splitlines()
+    (said,) = (line for line in lines if "rounding lost" in line)
     base, hf = load_file(BASE), load_file(made / "rounded/hf/model.safetensors")
     adapter = load_file(made / "rounded/adapter/adapter_model.safetensors")
     lost = added = 0.0
@@ -112,8 +109,7 @@ def test_merging_into_bfloat16_is_said_to_lose_some(made: Path) -> None:
 def test_a_run_begins_with_the_adapters_of_a_folder(made: Path) -> None:
     """Its first weights are those with which the other run ended."""
     words = [*WORDS, *ONE, "--lora.start", str(made / "whole/adapter")]
-    done = run(made, "begun", *words, "--run.steps", "1", "--optimizer.lr", "1e-30", nproc=1)
-    assert done.returncode == 0, why(done.stderr)
+    trained(made, "begun", *words, "--run.steps", "1", "--optimizer.lr", "1e-30", nproc=1)
     want, got = (load_file(made / name / "adapter/adapter_model.safetensors") for name in ("whole", "begun"))
     assert want.keys() == got.keys() and all(torch.equal(got[key], value) for key, value in want.items())
     refused = run(made, "refused", *words, "--lora.rank", "8", nproc=1)

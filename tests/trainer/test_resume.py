@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import why
 from megatron_fspo.weights.folder import SUMS, read_sums
-from runs import rows, run
+from runs import rows, run, trained
 
 ONE = "--parallel.tensor 1 --parallel.sequence false --evaluation.every 0 --checkpoint.every 1".split()
 
@@ -20,8 +19,7 @@ ONE = "--parallel.tensor 1 --parallel.sequence false --evaluation.every 0 --chec
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``run``: two steps, a checkpoint each."""
     folder = tmp_path_factory.mktemp("resume")
-    result = run(folder, "run", *ONE, "--run.steps", "2", "--resume", "auto", nproc=1)
-    assert result.returncode == 0, why(result.stderr)
+    trained(folder, "run", *ONE, "--run.steps", "2", "--resume", "auto", nproc=1)
     assert not (folder / "run/job.lock").exists()
     return folder
 
@@ -48,9 +46,8 @@ def test_a_damaged_checkpoint_names_the_one_before_and_auto_takes_it(made: Path)
     assert "The checkpoint before it is" in line and "step_000001: use --resume auto" in line
     assert contents(made / "damaged") == before, "a refused run wrote into the folder"
 
-    went_on = run(made, "damaged", *extra, "auto", nproc=1)
-    assert went_on.returncode == 0, why(went_on.stderr)
-    assert "Renamed it to step_000002.damaged;" in went_on.stdout
+    went_on = trained(made, "damaged", *extra, "auto", nproc=1)
+    assert "Renamed it to step_000002.damaged;" in went_on
     assert [row["step"] for row in rows(made, "damaged")] == [1, 2, 3]
     names = sorted(path.name for path in (made / "damaged/checkpoints").iterdir())
     assert names == ["step_000002", "step_000002.damaged", "step_000003"]

@@ -15,13 +15,7 @@ import torch
 from torch import Tensor
 
 from launch import found_by
-from megatron_fspo.config.correction import (
-    IcePop,
-    LengthFairGate,
-    SequenceMask,
-    SequenceTIS,
-    TokenTIS,
-)
+from megatron_fspo.config.correction import IcePop, LengthFairGate, SequenceMask, SequenceTIS, TokenTIS
 from megatron_fspo.losses import DAPOLoss, GRPOLoss
 from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.objective import FSPOBand

@@ -14,7 +14,7 @@ from kill_runs import Harness, Kill
 from launch import REPO, environment, forked, why
 from megatron_fspo.lab.explain.dump import read_dump
 from metrics_page import unknown
-from runs import PROGRAM, faulty, numbers, rows, run
+from runs import PROGRAM, faulty, numbers, rows, trained
 
 STEPS = 4
 
@@ -28,9 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     It is forked; torchrun starts those that are killed.
     """
     folder = tmp_path_factory.mktemp("runs")
-    done = run(folder, "whole", "--run.steps", str(STEPS), "--checkpoint.every", "1")
-    assert done.returncode == 0, why(done.stderr)
-    assert "transformers" in done.stdout and "report" in done.stdout
+    printed = trained(folder, "whole", "--run.steps", str(STEPS), "--checkpoint.every", "1")
+    assert "transformers" in printed and "report" in printed
     return folder
 
 
@@ -114,8 +113,7 @@ def test_stopped_within_a_step_and_resumed_gives_the_same_numbers(
     stop_within(folder, name, place, count, "--checkpoint.every", str(every))
     assert [row["step"] for row in rows(folder, name)] == list(range(done + 1))
     assert [path.name for path in (folder / name / "checkpoints").iterdir()] == [f"step_{done:06d}"]
-    resumed = run(folder, name, "--run.steps", str(STEPS), "--checkpoint.every", "1", "--resume")
-    assert resumed.returncode == 0, why(resumed.stderr)
+    trained(folder, name, "--run.steps", str(STEPS), "--checkpoint.every", "1", "--resume")
     assert list(map(numbers, rows(folder, name))) == list(map(numbers, rows(folder, "whole")))
     kept = ("sequences.jsonl", "samples.jsonl", "hf/model.safetensors", f"tokens/step_{STEPS:06d}.parquet")
     for file in kept:
