@@ -40,10 +40,10 @@ def main() -> None:
     sys.path.insert(0, str(args.package))
 
     from megatron_fspo import config as options
-    from megatron_fspo.mcore import checkpoint
-    from megatron_fspo.mcore.backend import choose_backend
-    from megatron_fspo.mcore.policy import Policy
-    from megatron_fspo.mcore.startup import join, start
+    from megatron_fspo.mcore.machine.backend import choose_backend
+    from megatron_fspo.mcore.machine.startup import join, start
+    from megatron_fspo.mcore.model.policy import Policy
+    from megatron_fspo.mcore.state import checkpoint
     from megatron_fspo.weights import read_architecture
 
     backend = choose_backend("cpu")

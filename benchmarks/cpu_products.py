@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from machine import ROOT, cpu, markdown, options_of
-from megatron_fspo.mcore.cpu_products import install_products, onednn_is_faster
+from megatron_fspo.mcore.machine.cpu_products import install_products, onednn_is_faster
 
 LAYERS = {"make-sum": ((192, 96), (512, 96), (96, 256)), "SmolLM2": ((960, 576), (3072, 576), (576, 1536))}
 TOKENS = (64, 640, 3000)

@@ -35,10 +35,10 @@ RESULTS = ROOT / "benchmarks/results/decoding.json"
 def seconds_a_token(layers: int, rows: int = ROWS, lengths: tuple[int, ...] = LENGTHS) -> dict[int, float]:
     """By length, in this process; the least of some tokens."""
     from megatron_fspo.config import Parallel
-    from megatron_fspo.mcore.backend import choose_backend
-    from megatron_fspo.mcore.decode import Decoder
-    from megatron_fspo.mcore.policy import Model
-    from megatron_fspo.mcore.startup import start, stop
+    from megatron_fspo.mcore.machine.backend import choose_backend
+    from megatron_fspo.mcore.machine.startup import start, stop
+    from megatron_fspo.mcore.model.policy import Model
+    from megatron_fspo.mcore.passes.decode import Decoder
     from megatron_fspo.weights.architecture import Architecture
 
     sizes = {"hidden_size": 576, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "ffn_size": 1536}

@@ -26,11 +26,11 @@ from machine import ROOT, machine, options_of
 from megatron_fspo import config as options
 from megatron_fspo.lab.plan.presets import PRESETS
 from megatron_fspo.lab.plan.state import BUCKET
-from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.hf_weights import export_hf, hf_tensors
-from megatron_fspo.mcore.model import is_expert
-from megatron_fspo.mcore.policy import Model
-from megatron_fspo.mcore.startup import start, stop
+from megatron_fspo.mcore.machine.backend import choose_backend
+from megatron_fspo.mcore.machine.startup import start, stop
+from megatron_fspo.mcore.model.model import is_expert
+from megatron_fspo.mcore.model.policy import Model
+from megatron_fspo.mcore.state.hf_weights import export_hf, hf_tensors
 from megatron_fspo.parallel.groups import gather_lists
 from megatron_fspo.rollout.client.weights import in_buckets
 from megatron_fspo.weights import Architecture, Experts

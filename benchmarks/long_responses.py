@@ -104,8 +104,8 @@ def variety(prompt: Prompt, completion: Completion, response: str) -> float:
 
 def record(config: Config) -> Recorded:
     """Sample, score, update, and score again; one process of the trainer."""
-    from megatron_fspo.mcore.hf_weights import export_hf, load_hf
-    from megatron_fspo.mcore.policy import Model
+    from megatron_fspo.mcore.model.policy import Model
+    from megatron_fspo.mcore.state.hf_weights import export_hf, load_hf
     from megatron_fspo.trainer.batch import pack_and_score
     from megatron_fspo.trainer.build import build
     from megatron_fspo.trainer.optimize import OptimizerStep, update

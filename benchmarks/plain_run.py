@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from megatron_fspo.mcore.cpu_products import install_products, onednn_is_faster
+from megatron_fspo.mcore.machine.cpu_products import install_products, onednn_is_faster
 
 Response = tuple[Tensor, Tensor]
 """Tokens of a prompt and of its response; their advantage is 1."""

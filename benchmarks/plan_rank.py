@@ -26,13 +26,13 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_fspo import config as options
 from megatron_fspo.lab.plan.presets import PRESETS
-from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.checkpoint import save_checkpoint
-from megatron_fspo.mcore.decode import Decoder
-from megatron_fspo.mcore.hf_weights import hf_tensors
-from megatron_fspo.mcore.policy import Policy, run_schedule
-from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
-from megatron_fspo.mcore.startup import start, stop
+from megatron_fspo.mcore.machine.backend import choose_backend
+from megatron_fspo.mcore.machine.startup import start, stop
+from megatron_fspo.mcore.model.policy import Policy, run_schedule
+from megatron_fspo.mcore.model.policy_loss import PolicyLoss, Scoring
+from megatron_fspo.mcore.passes.decode import Decoder
+from megatron_fspo.mcore.state.checkpoint import save_checkpoint
+from megatron_fspo.mcore.state.hf_weights import hf_tensors
 from megatron_fspo.objective import FSPOBand
 from megatron_fspo.objective.policy_objective import SequenceLevel
 from megatron_fspo.packing.batch import Packs, Sequences

@@ -20,9 +20,9 @@ import torch
 
 from machine import ROOT, machine, markdown, options_of
 from megatron_fspo.losses import FSPOLoss
-from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
-from megatron_fspo.mcore.startup import stop
+from megatron_fspo.mcore.machine.startup import stop
+from megatron_fspo.mcore.model.policy import Policy
+from megatron_fspo.mcore.model.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.packing.batch import Sequences
 from megatron_fspo.packing.pack import PackLayout, pack
 from plan_rank import LiveBytes, build

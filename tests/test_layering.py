@@ -45,12 +45,14 @@ FLOORS = {
     "command line": 12,
 }
 SINGLE_MODULES = {
-    **dict.fromkeys(["__init__", "types", "errors"], "base"),
+    **dict.fromkeys(["__init__", "types", "errors", "section"], "base"),
     "plugin": "plugin",
     **dict.fromkeys(["cli", "__main__"], "command line"),
 }
+MCORE = ["normalise", "machine", "__init__", "model", "state", "passes"]
+"""Modules and folders of mcore/, lowest first."""
 THIRD_PARTY = {
-    "base": set(),
+    "base": {"pydantic"},
     "objective": {"torch"},
     "losses": {"torch", "pydantic"},
     "adapters": {"torch", "trl", "verl", "skyrl", "prime_rl", "slime", "megatron"},
@@ -86,7 +88,8 @@ THIRD_PARTY = {
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60  # from `def` to the end, without the docstring
 MAX_LOOP_LINES = 150
-MAX_PLUGIN_MODULES = 22
+# 2026-11-28: + 2, the __init__.py of two folders of mcore/.
+MAX_PLUGIN_MODULES = 24
 MAX_TRAINING_SIGNATURES = 10
 """Functions of the trainer that take all of a run; the others take what they use."""
 
@@ -169,6 +172,17 @@ def test_imports_go_down() -> None:
     modules = read_package(REPO)
     assert len(modules) > 40
     assert list(wrong_imports(modules)) == []
+
+
+def test_folders_of_mcore_import_down() -> None:
+    modules = read_package(REPO)
+    floors = {name: MCORE.index(name.split(".")[2]) for name in modules if room(name) == "mcore"}
+    assert [
+        f"{module} imports {target}"
+        for module, floor in floors.items()
+        for target in imports(modules[module], modules)
+        if floors.get(target, 0) > floor
+    ] == []
 
 
 def test_no_list_of_third_parties_is_longer_than_needed() -> None:

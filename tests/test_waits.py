@@ -28,7 +28,7 @@ _REASONS: dict[str, dict[str, str]] = {
         "make future.result": _DONE,
         "make process.wait": "a run saves what it has; a second Ctrl-C ends the wait",
     },
-    "mcore/decode.py": {"_step dist.recv": "a collective has its own limit"},
+    "mcore/passes/decode.py": {"_step dist.recv": "a collective has its own limit"},
     "rewards/functions.py": {"_called work.result": _DONE},
     "rewards/grade.py": {"outcome one.result": _DONE},
     "rewards/pool.py": {

@@ -26,7 +26,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_fspo.mcore.backend import choose_backend
+from megatron_fspo.mcore.machine.backend import choose_backend
+from megatron_fspo.mcore.model.layers import block_spec
 from megatron_fspo.objective import (
     FSPOBand,
     LengthFairDualClip,
@@ -74,7 +75,7 @@ def build(tensor: int, pipeline: int) -> DistributedDataParallel:
     )
     model = GPTModel(
         config=config,
-        transformer_layer_spec=backend.layer_spec(config),
+        transformer_layer_spec=block_spec(backend, config),
         vocab_size=VOCAB,
         max_sequence_length=64,
         position_embedding_type="rope",

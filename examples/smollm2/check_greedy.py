@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_fspo.config.loading import load_config
-from megatron_fspo.mcore.startup import join, start, stop
+from megatron_fspo.mcore.machine.startup import join, start, stop
 from megatron_fspo.trainer.build import build_engine, load_model
 from megatron_fspo.trainer.prepare import Inputs, prepare
 from megatron_fspo.types import Prompt, SamplingParams

@@ -87,8 +87,8 @@ def examine(config: Config | None = None) -> dict[str, Any]:
         return findings
     import torch
 
-    from megatron_fspo.mcore.backend import choose_backend
-    from megatron_fspo.mcore.engine import engine_problem
+    from megatron_fspo.mcore.machine.backend import choose_backend
+    from megatron_fspo.mcore.machine.transformer_engine import engine_problem
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     problem = engine_problem()
@@ -130,7 +130,7 @@ def examine(config: Config | None = None) -> dict[str, Any]:
 
 def _engine(config: Config | None) -> dict[str, str]:
     """Return Transformer Engine's version and what it supports on this GPU."""
-    from megatron_fspo.mcore import engine
+    from megatron_fspo.mcore.machine import transformer_engine as engine
 
     facts = {
         "version": engine.engine_version(),

@@ -76,7 +76,7 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     config = config_of(args, overrides)
     import_megatron()
 
-    from megatron_fspo.mcore.startup import job
+    from megatron_fspo.mcore.machine.startup import job
     from megatron_fspo.trainer.evaluate_checkpoint import evaluate_checkpoint
     from megatron_fspo.trainer.prepare import prepare
 

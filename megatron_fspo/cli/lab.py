@@ -115,7 +115,7 @@ def calibrate(args: argparse.Namespace, overrides: list[str]) -> int:
 
     from megatron_fspo.job.folder import check_writable
     from megatron_fspo.lab.calibrate.command import check, report, run
-    from megatron_fspo.mcore.startup import job
+    from megatron_fspo.mcore.machine.startup import job
 
     with job():
         inputs = check(config, args.emulate, args.responses, world_size=world_size(args))

@@ -68,7 +68,7 @@ def verify(args: argparse.Namespace, overrides: list[str]) -> int:
     planned = plan(config, args.layouts, args.dtype, use_all=args.all, world_size=ranks)
     start_ranks(args)
 
-    from megatron_fspo.mcore.startup import job
+    from megatron_fspo.mcore.machine.startup import job
 
     with job():
         passed = run(planned, config, args.json)

@@ -56,7 +56,7 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
     import_megatron()
 
     from megatron_fspo.job.folder import check_writable, checkpoints_to_resume
-    from megatron_fspo.mcore.startup import job
+    from megatron_fspo.mcore.machine.startup import job
     from megatron_fspo.trainer.prepare import prepare
 
     with job():

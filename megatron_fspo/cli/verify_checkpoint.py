@@ -77,7 +77,7 @@ def _check_logits(first: Path, second: Path | None, layout: str) -> None:
         raise InputError("--logits needs two checkpoints")
     import_megatron()
 
-    from megatron_fspo.mcore.sizes import check_parallel
+    from megatron_fspo.mcore.machine.sizes import check_parallel
     from megatron_fspo.verify.layouts import count_ranks, parse_layout
 
     check_parallel(
@@ -178,9 +178,9 @@ def _megatron_scores(folder: Path, sequences: Sequence[Sequence[int]], layout: s
 def _score_as_rank(folder: str, sequences: list[list[int]], layout: str, dtype: str, out: str) -> None:
     import_megatron()
 
-    from megatron_fspo.mcore.backend import choose_backend
-    from megatron_fspo.mcore.score import score_checkpoint
-    from megatron_fspo.mcore.startup import stop
+    from megatron_fspo.mcore.machine.backend import choose_backend
+    from megatron_fspo.mcore.machine.startup import stop
+    from megatron_fspo.mcore.passes.score import score_checkpoint
     from megatron_fspo.verify.layouts import parse_layout
 
     parallel = parse_layout(layout, world_size=int(os.environ["WORLD_SIZE"])).parallel

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat
 
-from megatron_fspo.losses.section import Section
+from megatron_fspo.section import Section
 
 
 class NoCorrection(Section):

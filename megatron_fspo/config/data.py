@@ -16,7 +16,7 @@ from pydantic import (
     field_validator,
 )
 
-from megatron_fspo.losses.section import Section
+from megatron_fspo.section import Section
 
 PresetName = Literal["raw", "dapo", "math500", "aime", "amc", "gsm8k", "slime"]
 """Formats of public data sets; ``megatron_fspo.data.tasks`` defines each."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from megatron_fspo.losses.section import Section
+from megatron_fspo.section import Section
 
 
 class Environment(Section):

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, field_validator
 
-from megatron_fspo.losses.section import Section
+from megatron_fspo.section import Section
 
 _ALIGN = {"none": (1, 1), "tensorwise": (16, 16), "blockwise": (128, 16), "mxfp8": (32, 32)}
 """Recipe → divisors of the rows of a tensor-parallel rank and of the widths of the model. Rows of blockwise

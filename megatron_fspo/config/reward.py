@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from megatron_fspo.losses.section import Section
+from megatron_fspo.section import Section
 
 Extract = Literal["auto", "boxed", "answer_line", "hashes", "last_number", "whole"]
 Truncated = Literal["keep", "zero_advantage", "drop"]

@@ -17,7 +17,7 @@ from megatron_fspo.config.environment import Environment
 from megatron_fspo.config.fp8 import FP8
 from megatron_fspo.config.reward import Reward
 from megatron_fspo.losses import FSPOLoss, PolicyLossConfig
-from megatron_fspo.losses.section import Section
+from megatron_fspo.section import Section
 
 
 class Config(Section):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megatron_fspo.losses.section import Section, UnitInterval
+from megatron_fspo.section import Section, UnitInterval
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 86400)]
 

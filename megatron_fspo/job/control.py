@@ -79,7 +79,7 @@ class Silence:
 
 
 class JobControl(Control):
-    """The control of a job of several ranks; made once, by :mod:`megatron_fspo.mcore.startup`.
+    """The control of a job of several ranks; made once, by :mod:`megatron_fspo.mcore.machine.startup`.
 
     Args:
         store: the job's store; from now on, only the heartbeat may use it.

@@ -10,9 +10,9 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss
-from megatron_fspo.losses.section import UnitInterval
 from megatron_fspo.objective import unclipped
 from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_token, weigh_tokens
+from megatron_fspo.section import UnitInterval
 
 
 class CISPOLoss(Loss):

@@ -12,10 +12,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from megatron_fspo.losses.section import Section, Share
 from megatron_fspo.objective import ClipBand, PolicyObjective
 from megatron_fspo.objective.noise import Noise
 from megatron_fspo.objective.policy_objective import LossInputs, LossTerms
+from megatron_fspo.section import Section, Share
 
 
 class Loss(Section):

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.losses.common import Definition, Loss, LossState, pessimistic_minimum
-from megatron_fspo.losses.section import Share
 from megatron_fspo.objective import ConstantDualClip, DualClip, FSPOBand, LengthFairDualClip, SequenceLevel
 from megatron_fspo.objective.band import DEFAULT_C
 from megatron_fspo.objective.calibration import (
@@ -25,6 +24,7 @@ from megatron_fspo.objective.calibration import (
     fit_exponent,
 )
 from megatron_fspo.objective.noise import Noise
+from megatron_fspo.section import Share
 
 WATCHED = 5
 """Number of consecutive steps, after the warm-up and with the same c, whose medians judge c."""

@@ -10,8 +10,8 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss, pessimistic_minimum
-from megatron_fspo.losses.section import UnitInterval
 from megatron_fspo.objective import ClipBand, ConstantDualClip, GSPOBand, RLOOBand, SequenceLevel
+from megatron_fspo.section import UnitInterval
 
 _MOST_NATS = 36.0
 """Beyond 37 nats, 1 − eps_low is 0 in float64."""

@@ -10,7 +10,6 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss, pessimistic_minimum
-from megatron_fspo.losses.section import UnitInterval
 from megatron_fspo.objective import ConstantDualClip, RLOOBand, sequence_surrogate
 from megatron_fspo.objective.policy_objective import (
     Aggregation,
@@ -19,6 +18,7 @@ from megatron_fspo.objective.policy_objective import (
     per_token,
     weigh_tokens,
 )
+from megatron_fspo.section import UnitInterval
 
 
 class TokenLoss(Loss):

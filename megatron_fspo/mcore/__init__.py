@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_fspo.mcore.engine import engine_problem
+from megatron_fspo.mcore.machine.transformer_engine import engine_problem
 
 engine_problem()  # before Megatron tries to import Transformer Engine
 

@@ -257,7 +257,7 @@ class MicroBatch:
     """[t, layers, k] uint8: experts of this rank's layers that an earlier pass or the sampler sent each token
     to; :data:`NO_ROUTE` where unknown."""
     router: Any = None
-    """The :class:`~megatron_fspo.mcore.router.RouterPass` of the pass; None: routers only route."""
+    """The :class:`~megatron_fspo.mcore.model.router.RouterPass` of the pass; None: routers only route."""
     totals: StepTotals
     """Totals of its optimizer step."""
     turns: Turns | None = None

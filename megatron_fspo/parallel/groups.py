@@ -19,7 +19,8 @@ from megatron_fspo.parallel.control import Control
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
-    """Process groups of this rank. Built once, in :mod:`megatron_fspo.mcore.startup`, or by :meth:`of`."""
+    """Process groups of this rank. Built once, in :mod:`megatron_fspo.mcore.machine.startup`, or by
+    :meth:`of`."""
 
     tp: dist.ProcessGroup
     """Tensor parallel: ranks with the same tokens, each with slices of the matrices and the vocabulary."""

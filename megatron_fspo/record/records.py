@@ -93,8 +93,8 @@ class Recorder:
     ) -> list[SequenceRecord]:
         """Return the records of all micro-batches, in one copy, with the data-parallel rank. ``flipped`` [t]
         bool is of each micro-batch that routers had a part in, see
-        :meth:`~megatron_fspo.mcore.router.RouterPasses.flipped`; collective over ``group``, context parallel,
-        with it."""
+        :meth:`~megatron_fspo.mcore.model.router.RouterPasses.flipped`; collective over ``group``, context
+        parallel, with it."""
         if not self._seen:
             return []
         names = ("sample_index", "lengths", "advantages")

@@ -24,7 +24,7 @@ from megatron_fspo.types import Completion, Environment, Prompt, Reply, Sampling
 
 
 class CachedModel(Protocol):
-    """A model that decodes rows of a KV cache side by side, such as ``mcore.decode.Decoder``."""
+    """A model that decodes rows of a KV cache side by side, such as ``mcore.passes.decode.Decoder``."""
 
     leads: bool
     """True on the rank whose values ``settle`` returns on all ranks of the model copy."""

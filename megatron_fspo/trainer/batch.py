@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from megatron_fspo.config import Config
-from megatron_fspo.mcore.lora import without_adapters
+from megatron_fspo.mcore.model.lora import without_adapters
 from megatron_fspo.packing.batch import Packs
 from megatron_fspo.trainer.correction import correct, little_is_left
 from megatron_fspo.trainer.mismatch import make_alarm, measure

@@ -18,10 +18,15 @@ from megatron_fspo.config.loading import config_changes, save_config
 from megatron_fspo.data.cursor import PromptCursor, digest_of, mixture
 from megatron_fspo.errors import InputError
 from megatron_fspo.job.folder import put_aside
-from megatron_fspo.mcore.checkpoint import load_checkpoint
-from megatron_fspo.mcore.decode import Decoder
-from megatron_fspo.mcore.fp8 import probe_fp8, without_fp8
-from megatron_fspo.mcore.hf_weights import (
+from megatron_fspo.mcore.machine.startup import start
+from megatron_fspo.mcore.model.lora import share_lost_by_merging
+from megatron_fspo.mcore.model.policy import Model, Policy
+from megatron_fspo.mcore.model.policy_loss import Scoring
+from megatron_fspo.mcore.passes.decode import Decoder
+from megatron_fspo.mcore.passes.fp8 import probe_fp8, without_fp8
+from megatron_fspo.mcore.passes.score import score_sequences
+from megatron_fspo.mcore.state.checkpoint import load_checkpoint
+from megatron_fspo.mcore.state.hf_weights import (
     base_tensors,
     export_adapters,
     export_hf,
@@ -30,12 +35,7 @@ from megatron_fspo.mcore.hf_weights import (
     load_hf,
     scaled_adapter_tensors,
 )
-from megatron_fspo.mcore.lora import share_lost_by_merging
-from megatron_fspo.mcore.offload import Offload
-from megatron_fspo.mcore.policy import Model, Policy
-from megatron_fspo.mcore.policy_loss import Scoring
-from megatron_fspo.mcore.score import score_sequences
-from megatron_fspo.mcore.startup import start
+from megatron_fspo.mcore.state.offload import Offload
 from megatron_fspo.parallel.groups import ParallelGroups, share
 from megatron_fspo.record.log import RunLog
 from megatron_fspo.rollout.client import proof

@@ -28,7 +28,7 @@ from megatron_fspo.evaluation.records import (
 from megatron_fspo.evaluation.summary import compare, match, per_problem, summarize
 from megatron_fspo.job.consistency import prove_same
 from megatron_fspo.job.lock import FolderLock
-from megatron_fspo.mcore.startup import start
+from megatron_fspo.mcore.machine.startup import start
 from megatron_fspo.parallel.groups import ParallelGroups, agreed
 from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import RolloutEngine

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.job.folder import Resume
 from megatron_fspo.job.run_folder import hold_run_folder
-from megatron_fspo.mcore.startup import join
+from megatron_fspo.mcore.machine.startup import join
 from megatron_fspo.trainer.batch import pack_and_score
 from megatron_fspo.trainer.build import build, export
 from megatron_fspo.trainer.dynamic import fill

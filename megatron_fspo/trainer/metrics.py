@@ -22,9 +22,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_fspo.config import Config
 from megatron_fspo.job.rank_status import named_ranks
-from megatron_fspo.mcore.backend import Backend, peak_tflops
-from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.mcore.router import REPORT
+from megatron_fspo.mcore.machine.backend import Backend, peak_tflops
+from megatron_fspo.mcore.model.policy import Policy
+from megatron_fspo.mcore.model.router import REPORT
 from megatron_fspo.packing.pack import PackLayout
 from megatron_fspo.parallel.control import Control
 from megatron_fspo.parallel.groups import ParallelGroups, Totals, any_rank, gather_lists, means, pool

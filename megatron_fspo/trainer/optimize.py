@@ -25,8 +25,8 @@ from torch import Tensor
 from megatron_fspo.config import Config, Optimizer
 from megatron_fspo.errors import Diverged, TrainingError
 from megatron_fspo.losses import LossState
-from megatron_fspo.mcore.policy import Update
-from megatron_fspo.mcore.policy_loss import PolicyLoss
+from megatron_fspo.mcore.model.policy import Update
+from megatron_fspo.mcore.model.policy_loss import PolicyLoss
 from megatron_fspo.packing.batch import Packs
 from megatron_fspo.parallel.groups import ParallelGroups, Totals, agreed, any_rank, gather_lists, means, share
 from megatron_fspo.record.log import RunLog

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.mcore.backend import Backend
-from megatron_fspo.mcore.sizes import shares_prompts
+from megatron_fspo.mcore.machine.backend import Backend
+from megatron_fspo.mcore.machine.sizes import shares_prompts
 from megatron_fspo.packing.batch import NO_ROUTE, Packs, Sequences, as_row
 from megatron_fspo.packing.pack import Pack, PackLayout, Plan, collate_packs, plan_step
 from megatron_fspo.packing.plan import attention_costs

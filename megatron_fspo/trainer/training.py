@@ -17,9 +17,9 @@ from megatron_fspo.errors import Diverged, RewardError, StopRequested, TrainingE
 from megatron_fspo.job.folder import checkpoint_folder, checkpoints, remove_old_checkpoints
 from megatron_fspo.job.run_folder import RunFolder
 from megatron_fspo.losses import LossState
-from megatron_fspo.mcore.checkpoint import Saving, begin_save
-from megatron_fspo.mcore.policy import Model, Policy
-from megatron_fspo.mcore.policy_loss import Scoring
+from megatron_fspo.mcore.model.policy import Model, Policy
+from megatron_fspo.mcore.model.policy_loss import Scoring
+from megatron_fspo.mcore.state.checkpoint import Saving, begin_save
 from megatron_fspo.packing.pack import PackLayout
 from megatron_fspo.parallel.groups import ParallelGroups, any_rank
 from megatron_fspo.record.log import RunLog

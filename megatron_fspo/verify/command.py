@@ -13,9 +13,9 @@ import torch
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
-from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.engine import engine_problem
-from megatron_fspo.mcore.sizes import check_parallel
+from megatron_fspo.mcore.machine.backend import choose_backend
+from megatron_fspo.mcore.machine.sizes import check_parallel
+from megatron_fspo.mcore.machine.transformer_engine import engine_problem
 from megatron_fspo.verify.cases import narrow
 from megatron_fspo.verify.layouts import Layout, all_layouts, model_of, on_ranks, parse_layout
 from megatron_fspo.verify.run import Result, VerifyPlan, possible_dtypes, verify

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fspo.mcore.policy import Policy
+from megatron_fspo.mcore.model.policy import Policy
 from megatron_fspo.verify.layouts import Layout
 from megatron_fspo.verify.production import Outcome, shard_of
 from megatron_fspo.verify.reference import Reference, plain_name

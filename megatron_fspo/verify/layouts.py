@@ -10,7 +10,7 @@ from itertools import product
 
 from megatron_fspo.config import Parallel
 from megatron_fspo.errors import InputError
-from megatron_fspo.mcore.sizes import check_parallel
+from megatron_fspo.mcore.machine.sizes import check_parallel
 from megatron_fspo.verify.cases import MIXTURE, SMALL, with_layers
 from megatron_fspo.weights import Adapters, Architecture
 from megatron_fspo.weights.table import TARGETS

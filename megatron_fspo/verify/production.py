@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_fspo.config import Optimizer
-from megatron_fspo.mcore.backend import Backend
-from megatron_fspo.mcore.model import expert_offset, layer_offset
-from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
+from megatron_fspo.mcore.machine.backend import Backend
+from megatron_fspo.mcore.model.model import expert_offset, layer_offset
+from megatron_fspo.mcore.model.policy import Policy
+from megatron_fspo.mcore.model.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.objective.policy_objective import LossTerms
 from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences, as_row
 from megatron_fspo.packing.pack import pack

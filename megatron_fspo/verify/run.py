@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fspo.config import Config
-from megatron_fspo.mcore.backend import Backend
-from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.mcore.startup import join, start, stop
+from megatron_fspo.mcore.machine.backend import Backend
+from megatron_fspo.mcore.machine.startup import join, start, stop
+from megatron_fspo.mcore.model.policy import Policy
 from megatron_fspo.parallel.groups import share
 from megatron_fspo.verify.cases import (
     SPLITS,

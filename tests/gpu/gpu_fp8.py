@@ -13,7 +13,7 @@ from backend import FAKE
 from megatron_fspo.config.fp8 import FP8
 from megatron_fspo.lab.calibrate.emulate import emulate_fp8
 from megatron_fspo.lab.calibrate.fp8_values import through_fp8
-from megatron_fspo.mcore.fp8 import check_fp8, probe_fp8
+from megatron_fspo.mcore.passes.fp8 import check_fp8, probe_fp8
 
 
 def quantizer(recipe: str) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_fspo import config as options
 from megatron_fspo.config.fp8 import BF16, FP8
-from megatron_fspo.mcore.engine import engine_problem
-from megatron_fspo.mcore.policy import Model, Policy
+from megatron_fspo.mcore.machine.transformer_engine import engine_problem
+from megatron_fspo.mcore.model.policy import Model, Policy
 from megatron_fspo.packing.batch import Packs
 from megatron_fspo.verify.cases import random_samples
 from megatron_fspo.weights import Architecture

@@ -26,12 +26,12 @@ from megatron_fspo.config.fp8 import FP8
 from megatron_fspo.lab.plan.activations import activations
 from megatron_fspo.lab.plan.shape import PlannedPack, Shape
 from megatron_fspo.lab.plan.state import state
-from megatron_fspo.mcore.decode import Decoder
-from megatron_fspo.mcore.engine import attention_backend
-from megatron_fspo.mcore.fp8 import probe_fp8
-from megatron_fspo.mcore.offload import Offload
-from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.mcore.score import score_sequences
+from megatron_fspo.mcore.machine.transformer_engine import attention_backend
+from megatron_fspo.mcore.model.policy import Policy
+from megatron_fspo.mcore.passes.decode import Decoder
+from megatron_fspo.mcore.passes.fp8 import probe_fp8
+from megatron_fspo.mcore.passes.score import score_sequences
+from megatron_fspo.mcore.state.offload import Offload
 from megatron_fspo.packing.batch import Packs
 from megatron_fspo.parallel import head as logprobs
 from megatron_fspo.parallel.head import triton_problem

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from megatron_fspo.mcore.engine import cudnn_version, engine_problem, fp8_problems
-from megatron_fspo.mcore.startup import stop
+from megatron_fspo.mcore.machine.startup import stop
+from megatron_fspo.mcore.machine.transformer_engine import cudnn_version, engine_problem, fp8_problems
 
 
 def machine() -> dict[str, Any]:

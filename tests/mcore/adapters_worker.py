@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.hf_weights import base_tensors, scaled_adapter_tensors
-from megatron_fspo.mcore.lora import without_adapters
-from megatron_fspo.mcore.startup import start, stop
+from megatron_fspo.mcore.machine.backend import choose_backend
+from megatron_fspo.mcore.machine.startup import start, stop
+from megatron_fspo.mcore.model.lora import without_adapters
+from megatron_fspo.mcore.state.hf_weights import base_tensors, scaled_adapter_tensors
 from megatron_fspo.verify.cases import TEMPERATURE, make_samples, random_weights
 from megatron_fspo.verify.layouts import model_of, parse_layout
 from megatron_fspo.verify.production import build, score

@@ -19,12 +19,12 @@ from cases import samples
 from launch import REPO
 from megatron_fspo import config as options
 from megatron_fspo.config.loading import load_config
-from megatron_fspo.mcore import policy as policy_module
-from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.hf_weights import load_hf
-from megatron_fspo.mcore.model import layer_offset
-from megatron_fspo.mcore.policy import Model, Policy
-from megatron_fspo.mcore.startup import start, stop
+from megatron_fspo.mcore.machine.backend import choose_backend
+from megatron_fspo.mcore.machine.startup import start, stop
+from megatron_fspo.mcore.model import policy as policy_module
+from megatron_fspo.mcore.model.model import layer_offset
+from megatron_fspo.mcore.model.policy import Model, Policy
+from megatron_fspo.mcore.state.hf_weights import load_hf
 from megatron_fspo.trainer.evaluate_checkpoint import evaluate_checkpoint
 from megatron_fspo.trainer.prepare import prepare
 from megatron_fspo.weights import read_architecture, resolve

@@ -24,14 +24,14 @@ import passes
 from backend import BACKEND
 from megatron_fspo import config as options
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.mcore import checkpoint
-from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.checkpoint import begin_save, load_checkpoint, save_checkpoint
-from megatron_fspo.mcore.hf_weights import hf_tensors, load_hf
-from megatron_fspo.mcore.model import is_expert
-from megatron_fspo.mcore.parameter_state import MOMENTS, parameter_states
-from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.mcore.startup import join, stop
+from megatron_fspo.mcore.machine.backend import choose_backend
+from megatron_fspo.mcore.machine.startup import join, stop
+from megatron_fspo.mcore.model.model import is_expert
+from megatron_fspo.mcore.model.policy import Policy
+from megatron_fspo.mcore.state import checkpoint
+from megatron_fspo.mcore.state.checkpoint import begin_save, load_checkpoint, save_checkpoint
+from megatron_fspo.mcore.state.hf_weights import hf_tensors, load_hf
+from megatron_fspo.mcore.state.parameter_state import MOMENTS, parameter_states
 from megatron_fspo.weights.chunks import ChunkWriter
 from megatron_fspo.weights.folder import SUMS
 from worker import step

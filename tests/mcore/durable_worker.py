@@ -16,9 +16,9 @@ import torch
 
 from checkpoint_checks import build
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.mcore.checkpoint import load_checkpoint, save_checkpoint
-from megatron_fspo.mcore.hf_weights import load_hf
-from megatron_fspo.mcore.startup import stop
+from megatron_fspo.mcore.machine.startup import stop
+from megatron_fspo.mcore.state.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fspo.mcore.state.hf_weights import load_hf
 from megatron_fspo.weights import folder as sums
 
 

@@ -14,10 +14,10 @@ from megatron_fspo.config import Parallel
 from megatron_fspo.config.fp8 import FP8
 from megatron_fspo.lab.calibrate.emulate import emulate_fp8
 from megatron_fspo.lab.calibrate.fp8_values import through_fp8
-from megatron_fspo.mcore.hf_weights import load_hf
-from megatron_fspo.mcore.policy import Model
-from megatron_fspo.mcore.score import score_sequences
-from megatron_fspo.mcore.startup import stop
+from megatron_fspo.mcore.machine.startup import stop
+from megatron_fspo.mcore.model.policy import Model
+from megatron_fspo.mcore.passes.score import score_sequences
+from megatron_fspo.mcore.state.hf_weights import load_hf
 from megatron_fspo.parallel.groups import gather_lists
 from megatron_fspo.weights import read_architecture
 from passes import new_groups, scoring_of

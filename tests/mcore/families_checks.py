@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from backend import BACKEND, LAYERS
 from families import CHECKPOINT_LAYOUTS, CONVERTED, FAMILIES, LAYOUTS, fits, sequences
 from megatron_fspo.config import Parallel
-from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.hf_weights import load_hf
-from megatron_fspo.mcore.policy import Model
-from megatron_fspo.mcore.score import score_checkpoint
-from megatron_fspo.mcore.startup import start, stop
+from megatron_fspo.mcore.machine.backend import choose_backend
+from megatron_fspo.mcore.machine.startup import start, stop
+from megatron_fspo.mcore.model.policy import Model
+from megatron_fspo.mcore.passes.score import score_checkpoint
+from megatron_fspo.mcore.state.hf_weights import load_hf
 from megatron_fspo.weights import HFReader, MegatronReader, read_architecture
 
 CPU = choose_backend(BACKEND, LAYERS)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from cases import LAYOUTS
 from megatron_fspo import config as options
-from megatron_fspo.mcore.hf_weights import load_hf
-from megatron_fspo.mcore.offload import Offload
-from megatron_fspo.mcore.parameter_state import parameter_states
-from megatron_fspo.mcore.policy import Model, Policy
-from megatron_fspo.mcore.startup import stop
+from megatron_fspo.mcore.machine.startup import stop
+from megatron_fspo.mcore.model.policy import Model, Policy
+from megatron_fspo.mcore.state.hf_weights import load_hf
+from megatron_fspo.mcore.state.offload import Offload
+from megatron_fspo.mcore.state.parameter_state import parameter_states
 from megatron_fspo.weights import read_architecture
 from passes import new_groups
 from worker import step

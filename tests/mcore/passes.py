@@ -14,11 +14,11 @@ from torch import Tensor
 from backend import BACKEND, LAYERS
 from cases import C_DUAL, TEMPERATURE, C
 from megatron_fspo import config as options
-from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.hf_weights import load_hf
-from megatron_fspo.mcore.policy import Model, Policy
-from megatron_fspo.mcore.policy_loss import Observer, PolicyLoss, Scoring
-from megatron_fspo.mcore.startup import start
+from megatron_fspo.mcore.machine.backend import choose_backend
+from megatron_fspo.mcore.machine.startup import start
+from megatron_fspo.mcore.model.policy import Model, Policy
+from megatron_fspo.mcore.model.policy_loss import Observer, PolicyLoss, Scoring
+from megatron_fspo.mcore.state.hf_weights import load_hf
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip
 from megatron_fspo.objective.policy_objective import SequenceLevel
 from megatron_fspo.packing.batch import MicroBatch, Packs

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.losses import FSPOLoss
-from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
-from megatron_fspo.mcore.startup import start, stop
+from megatron_fspo.mcore.machine.backend import choose_backend
+from megatron_fspo.mcore.machine.startup import start, stop
+from megatron_fspo.mcore.model.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.packing.batch import MicroBatch, Sequences
 from megatron_fspo.packing.pack import PackLayout, pack
 from megatron_fspo.verify.cases import MIXTURE, make_samples, random_weights

@@ -25,9 +25,9 @@ from cases import samples
 from launch import REPO
 from megatron_fspo import config as options
 from megatron_fspo.config.correction import SequenceTIS, TokenTIS
-from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.mcore.policy_loss import PolicyLoss
-from megatron_fspo.mcore.startup import stop
+from megatron_fspo.mcore.machine.startup import stop
+from megatron_fspo.mcore.model.policy import Policy
+from megatron_fspo.mcore.model.policy_loss import PolicyLoss
 from megatron_fspo.packing.batch import Packs
 from megatron_fspo.record.records import Recorder
 from megatron_fspo.trainer.correction import correct
@@ -40,7 +40,7 @@ OPERATIONS = {"_local_scalar_dense", "is_nonzero", "nonzero", "_unique2", "maske
 METHODS = {"tolist", "cpu", "numpy", "new_tensor"}
 """The last makes a copy from memory that is not pinned, as ``torch.tensor`` does."""
 
-PASSED_ON = ("/torch/", "mcore/backend.py")
+PASSED_ON = ("/torch/", "mcore/machine/backend.py")
 
 
 class Syncs(TorchDispatchMode):
@@ -65,11 +65,11 @@ class Syncs(TorchDispatchMode):
     def note(self, name: str) -> None:
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and any(
-            part in frame.f_code.co_filename for part in ("/torch/", "mcore/backend.py")
+            part in frame.f_code.co_filename for part in ("/torch/", "mcore/machine/backend.py")
         ):
             frame = frame.f_back
         file = "" if frame is None else frame.f_code.co_filename
-        if file.startswith(PACKAGE) and not file.endswith("mcore/layers.py"):
+        if file.startswith(PACKAGE) and not file.endswith("mcore/model/layers.py"):
             self.found[f"{file.removeprefix(PACKAGE)} {name}"] += 1
 
     def noting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

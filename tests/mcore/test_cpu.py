@@ -11,13 +11,13 @@ import megatron.core
 import pytest
 
 from launch import python
-from megatron_fspo.mcore.backend import _FACTORIES, choose_backend
+from megatron_fspo.mcore.machine.backend import _FACTORIES, choose_backend
 
 # A process of its own: what is installed stays.
 IN_A_PROCESS = """
 import torch
 before = torch.empty
-from megatron_fspo.mcore.backend import install_cpu
+from megatron_fspo.mcore.machine.backend import install_cpu
 install_cpu()
 install_cpu()
 assert torch.empty.__wrapped__ is before
@@ -95,7 +95,7 @@ def test_the_head_falls_back_in_words_or_not_at_all(monkeypatch: pytest.MonkeyPa
     import torch
 
     from megatron_fspo.errors import InputError
-    from megatron_fspo.mcore.backend import Backend, HeadKind, check_head, choose_backend
+    from megatron_fspo.mcore.machine.backend import Backend, HeadKind, check_head, choose_backend
 
     assert check_head(choose_backend("cpu"), torch.bfloat16) is None
 
@@ -106,7 +106,7 @@ def test_the_head_falls_back_in_words_or_not_at_all(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in installed else None)
 
-    monkeypatch.setattr("megatron_fspo.mcore.backend.tried", lambda device: None)
+    monkeypatch.setattr("megatron_fspo.mcore.machine.backend.tried", lambda device: None)
     machine((9, 0), "triton")
     assert [check_head(on_gpu(head), torch.bfloat16) for head in ("auto", "torch", "triton")] == [None] * 3
     assert check_head(on_gpu("torch"), torch.float32) is None
@@ -120,7 +120,7 @@ def test_the_head_falls_back_in_words_or_not_at_all(monkeypatch: pytest.MonkeyPa
         with pytest.raises(InputError, match=r"model\.head = triton"):
             check_head(on_gpu("triton"), dtype)
     machine((9, 0), "triton")
-    monkeypatch.setattr("megatron_fspo.mcore.backend.tried", lambda device: "give other numbers")
+    monkeypatch.setattr("megatron_fspo.mcore.machine.backend.tried", lambda device: "give other numbers")
     assert check_head(on_gpu("torch"), torch.bfloat16) is None
     assert "give other numbers" in (check_head(on_gpu("auto"), torch.bfloat16) or "")
     with pytest.raises(InputError, match="give other numbers"):

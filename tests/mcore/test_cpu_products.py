@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fspo.mcore import cpu_products
+from megatron_fspo.mcore.machine import cpu_products
 
 
 @pytest.fixture

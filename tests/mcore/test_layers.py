@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from launch import REPO
 from megatron_fspo.config.loading import load_config
-from megatron_fspo.mcore.layers import SDPACoreAttention
+from megatron_fspo.mcore.model.layers import SDPACoreAttention
 from megatron_fspo.trainer.prepare import prepare
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_fspo.config import Parallel
 from megatron_fspo.errors import InputError
-from megatron_fspo.mcore.sizes import check_parallel, check_world
+from megatron_fspo.mcore.machine.sizes import check_parallel, check_world
 from megatron_fspo.verify.cases import SMALL as DENSE
 from megatron_fspo.weights import Experts
 

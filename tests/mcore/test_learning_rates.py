@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megatron_fspo.config import Optimizer
-from megatron_fspo.mcore.policy import _learning_rates
+from megatron_fspo.mcore.model.policy import _learning_rates
 
 
 def rates(schedule: Optimizer, steps: int, done: int = 0) -> list[float]:

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from launch import REPO
-from megatron_fspo.mcore.lora import LINEAR, _added, _install, first_values, without_adapters
+from megatron_fspo.mcore.model.lora import LINEAR, _added, _install, first_values, without_adapters
 from megatron_fspo.weights import Adapters, read_architecture
 from megatron_fspo.weights.table import TARGETS
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from launch import run_worker
-from megatron_fspo.mcore import offload
-from megatron_fspo.mcore.offload import Lendable, starts
+from megatron_fspo.mcore.state import offload
+from megatron_fspo.mcore.state.offload import Lendable, starts
 
 HIDDEN, FFN, LAYERS, VOCABULARY = 4096, 12288, 36, 151936
 QWEN3_8B = [2 * HIDDEN * VOCABULARY] * 2 + [

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_fspo.mcore import packed_attention as attention
-from megatron_fspo.mcore.packed_attention import Merged, calls_of, masked, packed_attention, parts_of
+from megatron_fspo.mcore.model import packed_attention as attention
+from megatron_fspo.mcore.model.packed_attention import Merged, calls_of, masked, packed_attention, parts_of
 from megatron_fspo.packing.batch import Prefix
 
 KV_HEADS, SIZE = 2, 8

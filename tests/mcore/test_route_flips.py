@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fspo.mcore.router import PolicyRouter
+from megatron_fspo.mcore.model.router import PolicyRouter
 from megatron_fspo.packing.batch import NO_ROUTE
 
 TOKENS, LAYERS, EXPERTS = 400, 3, 5

@@ -11,7 +11,7 @@ import pytest
 from launch import run_worker
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
-from megatron_fspo.mcore.sizes import shares_prompts
+from megatron_fspo.mcore.machine.sizes import shares_prompts
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from launch import found_by
-from megatron_fspo.mcore.policy_loss import Scoring
+from megatron_fspo.mcore.model.policy_loss import Scoring
 from megatron_fspo.verify.cases import LOSSES
 from packs import collate, sample
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from megatron_fspo.cli.console import exit_status
 from megatron_fspo.config import Parallel
 from megatron_fspo.errors import InputError
-from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.startup import job, join, start
+from megatron_fspo.mcore.machine.backend import choose_backend
+from megatron_fspo.mcore.machine.startup import job, join, start
 from megatron_fspo.parallel.groups import share
 
 COLLECTIVE = 12.0

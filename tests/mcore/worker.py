@@ -15,10 +15,10 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from cases import KINDS, LAYOUTS, PROMPTS_TO_DECODE, TEMPERATURE, drift, fits, samples
-from megatron_fspo.mcore.decode import Decoder
-from megatron_fspo.mcore.hf_weights import export_hf, hf_tensors, load_hf
-from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.mcore.startup import stop
+from megatron_fspo.mcore.machine.startup import stop
+from megatron_fspo.mcore.model.policy import Policy
+from megatron_fspo.mcore.passes.decode import Decoder
+from megatron_fspo.mcore.state.hf_weights import export_hf, hf_tensors, load_hf
 from megatron_fspo.parallel.groups import gather_lists, share
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.types import Prompt, SamplingParams

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fspo.mcore.policy_loss import k3_kl
+from megatron_fspo.mcore.model.policy_loss import k3_kl
 from megatron_fspo.objective.calibration import (
     QUANTILE,
     BandCalibrator,

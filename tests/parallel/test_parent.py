@@ -9,7 +9,7 @@ import time
 import pytest
 
 from launch import environment
-from megatron_fspo.mcore import startup
+from megatron_fspo.mcore.machine import startup
 
 ENDS = "from megatron_fspo.job.parent import end_with_parent; end_with_parent()"
 REST = "; import sys, time; print('ready', flush=True); time.sleep(float(sys.argv[1]))"

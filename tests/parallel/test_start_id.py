@@ -64,8 +64,8 @@ from pathlib import Path
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore import leave_uncompiled
 leave_uncompiled()
-from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.startup import job, join
+from megatron_fspo.mcore.machine.backend import choose_backend
+from megatron_fspo.mcore.machine.startup import job, join
 with job():
     join(choose_backend("cpu")).meet("a meeting")
     tries = Path(sys.argv[1], os.environ["RANK"])

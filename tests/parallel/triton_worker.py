@@ -20,8 +20,8 @@ import torch.distributed as dist
 from head_problem import Problem, check_problem, mine, oracle
 
 from megatron_fspo.config import Parallel
-from megatron_fspo.mcore.policy_loss import PolicyLoss
-from megatron_fspo.mcore.startup import stop
+from megatron_fspo.mcore.machine.startup import stop
+from megatron_fspo.mcore.model.policy_loss import PolicyLoss
 from megatron_fspo.parallel import head, triton_head
 from megatron_fspo.parallel.head import linear_log_probs
 from megatron_fspo.verify.cases import LOSSES

@@ -15,7 +15,7 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.lab.plan.presets import PRESETS
 from megatron_fspo.lab.plan.shape import Shape
 from megatron_fspo.lab.plan.state import checkpoint_bytes, state
-from megatron_fspo.mcore.sizes import adapters_of
+from megatron_fspo.mcore.machine.sizes import adapters_of
 from megatron_fspo.weights import adapter_shapes
 
 

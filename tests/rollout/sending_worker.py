@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from megatron_fspo import config as options
 from megatron_fspo.job.remote import Loop, http_client
-from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.hf_weights import export_hf, hf_tensors, load_hf
-from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.mcore.startup import start, stop
+from megatron_fspo.mcore.machine.backend import choose_backend
+from megatron_fspo.mcore.machine.startup import start, stop
+from megatron_fspo.mcore.model.policy import Policy
+from megatron_fspo.mcore.state.hf_weights import export_hf, hf_tensors, load_hf
 from megatron_fspo.rollout.client import weights
 from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.rollout.client.weights import BroadcastSender, in_buckets

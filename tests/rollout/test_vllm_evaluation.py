@@ -16,7 +16,7 @@ from launch import REPO
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.evaluation.records import SAMPLES, EvaluationManifest, Problem, RecordFile, load
-from megatron_fspo.mcore.backend import choose_backend
+from megatron_fspo.mcore.machine.backend import choose_backend
 from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import Pending
 from megatron_fspo.rollout.sampling import stream_seed

@@ -18,10 +18,10 @@ from torch import Tensor
 import checkpoint_checks as checks
 import passes
 from megatron_fspo import config as options
-from megatron_fspo.mcore.checkpoint import load_checkpoint, save_checkpoint
-from megatron_fspo.mcore.decode import Decoder
-from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.mcore.policy_loss import Scoring
+from megatron_fspo.mcore.model.policy import Policy
+from megatron_fspo.mcore.model.policy_loss import Scoring
+from megatron_fspo.mcore.passes.decode import Decoder
+from megatron_fspo.mcore.state.checkpoint import load_checkpoint, save_checkpoint
 from packs import packs_of, sample
 from worker import step
 

@@ -25,13 +25,13 @@ from cases import RESPONSES, samples
 from megatron_fspo import config as options
 from megatron_fspo.config.fp8 import FP8
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.mcore.checkpoint import load_checkpoint, save_checkpoint
-from megatron_fspo.mcore.decode import Decoder
-from megatron_fspo.mcore.fp8 import probe_fp8
-from megatron_fspo.mcore.offload import Offload
-from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.mcore.policy_loss import PolicyLoss
-from megatron_fspo.mcore.score import score_sequences
+from megatron_fspo.mcore.model.policy import Policy
+from megatron_fspo.mcore.model.policy_loss import PolicyLoss
+from megatron_fspo.mcore.passes.decode import Decoder
+from megatron_fspo.mcore.passes.fp8 import probe_fp8
+from megatron_fspo.mcore.passes.score import score_sequences
+from megatron_fspo.mcore.state.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fspo.mcore.state.offload import Offload
 from megatron_fspo.packing.batch import Packs
 from megatron_fspo.parallel.groups import gather_lists, share
 from megatron_fspo.trainer import build as build_module

@@ -9,7 +9,7 @@ from unittest import mock
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_fspo.cli import main
-from megatron_fspo.mcore.policy import Model
+from megatron_fspo.mcore.model.policy import Model
 
 
 def run() -> int:

@@ -37,11 +37,13 @@ _SHAPES = "Megatron's own, of messages of any length between stages"
 _EXPERTS = "Megatron's own: tokens for each expert; a norm of experts and one of the rest"
 ALLOWED = [
     Sync("update", "parallel/head.py", "backward", "nonzero", "clipped rows are not computed", micro_batch=1),
-    Sync("update", "mcore/policy.py", "grad_norm", "item", _STEP, step=1),
+    Sync("update", "mcore/model/policy.py", "grad_norm", "item", _STEP, step=1),
     Sync("update", "parallel/groups.py", "sum_metrics", "tolist", _STEP, step=1),
     Sync("update", "record/records.py", "records", "tolist", _STEP, step=1),
     Sync("update", "parallel/groups.py", "any_rank", "item", "max_kl, and a norm that is not finite", step=2),
-    Sync("update", "mcore/backend.py", "busy_seconds", "synchronize", "the time of a slow rank", step=2),
+    Sync(
+        "update", "mcore/machine/backend.py", "busy_seconds", "synchronize", "the time of a slow rank", step=2
+    ),
     # Of megatron-core 0.16.
     Sync("update", "distributed/finalize_model_grads.py", "finalize_model_grads", "item", _STEP, step=2),
     Sync("update", "optimizer/clip_grads.py", "get_grad_norm_fp32", "item", _STEP, step=1),
@@ -89,7 +91,7 @@ ALLOWED = [
         )
     ),
 ]
-DEBUGGING = ("megatron/core/models/common/embeddings/rope_utils.py", "megatron_fspo/mcore/layers.py")
+DEBUGGING = ("megatron/core/models/common/embeddings/rope_utils.py", "megatron_fspo/mcore/model/layers.py")
 """Local layers wait in every layer: they are to debug with."""
 
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_fspo.config.fp8 import FP8
-from megatron_fspo.mcore import offload, policy, policy_loss
+from megatron_fspo.mcore.model import policy, policy_loss
+from megatron_fspo.mcore.state import offload
 from megatron_fspo.packing.batch import MicroBatch
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from by_layout import write_by_layout
-from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.decode import Decoder
-from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.mcore.policy_loss import Scoring
-from megatron_fspo.mcore.startup import start
+from megatron_fspo.mcore.machine.backend import choose_backend
+from megatron_fspo.mcore.machine.startup import start
+from megatron_fspo.mcore.model.policy import Policy
+from megatron_fspo.mcore.model.policy_loss import Scoring
+from megatron_fspo.mcore.passes.decode import Decoder
 from megatron_fspo.packing.batch import MicroBatch, Packs
 from megatron_fspo.parallel.groups import gather_lists
 from megatron_fspo.rollout.embedded import EmbeddedEngine

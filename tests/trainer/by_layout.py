@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_fspo.mcore.startup import stop
+from megatron_fspo.mcore.machine.startup import stop
 
 
 def write_by_layout(layouts: Sequence[str], find: Callable[[str], Any]) -> None:

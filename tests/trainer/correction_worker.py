@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from megatron_fspo.config import Parallel
 from megatron_fspo.config.correction import LengthFairGate, SequenceMask, SequenceTIS
-from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.startup import start, stop
+from megatron_fspo.mcore.machine.backend import choose_backend
+from megatron_fspo.mcore.machine.startup import start, stop
 from megatron_fspo.trainer.correction import correct
 from megatron_fspo.trainer.mismatch import Mismatch
 from mismatch_cases import LENGTHS, PACKS, packed, responses

@@ -22,9 +22,9 @@ from unittest import mock
 from megatron_fspo.cli import main
 from megatron_fspo.job import consistency, lock
 from megatron_fspo.lab.status import examine, render
-from megatron_fspo.mcore.parameter_state import parameter_states
-from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.mcore.policy_loss import PolicyLoss
+from megatron_fspo.mcore.model.policy import Policy
+from megatron_fspo.mcore.model.policy_loss import PolicyLoss
+from megatron_fspo.mcore.state.parameter_state import parameter_states
 from megatron_fspo.trainer import batch, loop, sampling
 from megatron_fspo.trainer.sampling import RolloutQueue
 

@@ -24,17 +24,17 @@ HOLD = 1.5
 
 BEFORE = {
     "start": "trainer.loop:build",
-    "rollout": "mcore.decode:Decoder.feed",
+    "rollout": "mcore.passes.decode:Decoder.feed",
     "asking": "trainer.sampling:RolloutQueue.take",
     "answering": "environments.text:TextEnvironment.answer",
     "grading": "trainer.sampling:response_text",
     "old pass": "trainer.batch:_score_old",
-    "update": "mcore.policy:Policy.step",
+    "update": "mcore.model.policy:Policy.step",
     "sending": "rollout.client.engine:VLLMEngine.update_weights",
-    "evaluation": "mcore.decode:Decoder.feed",
+    "evaluation": "mcore.passes.decode:Decoder.feed",
     "validating": "trainer.loop:_evaluate",
     "files": "weights.chunks:ChunkWriter._append",
-    "unnamed": "mcore.checkpoint:Saving._complete",
+    "unnamed": "mcore.state.checkpoint:Saving._complete",
     "export": "weights.hf_writer:_Files.write",
     "exported": "weights.folder:_replace",
     "report": "lab.report.page:write_report",
@@ -45,7 +45,7 @@ BEFORE = {
 AFTER = {
     "weights": "trainer.build:load_hf",
     "packing": "trainer.batch:make_mini_batches",
-    "named": "mcore.checkpoint:Saving._complete",
+    "named": "mcore.state.checkpoint:Saving._complete",
     "row written": "record.log:RunLog.step",
 }
 HALF = {"row": "metrics.jsonl", "sequences": "sequences.jsonl", "samples": "samples.jsonl"}

@@ -24,10 +24,10 @@ from megatron_fspo.config.correction import LengthFairGate, SequenceTIS, TokenTI
 from megatron_fspo.config.fp8 import BF16
 from megatron_fspo.config.sections import MoE
 from megatron_fspo.losses import DAPOLoss, FSPOLoss, PolicyLossConfig
-from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
-from megatron_fspo.mcore.startup import start
+from megatron_fspo.mcore.machine.backend import choose_backend
+from megatron_fspo.mcore.machine.startup import start
+from megatron_fspo.mcore.model.policy import Policy
+from megatron_fspo.mcore.model.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.packing.batch import NO_ROUTE, Packs
 from megatron_fspo.packing.pack import PackLayout
 from megatron_fspo.parallel.groups import gather_lists, share

@@ -21,10 +21,10 @@ from left_out_worker import moved, rollout_and_completions, scoring, settings
 from megatron_fspo.config import Optimizer
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.losses import FSPOLoss
-from megatron_fspo.mcore import policy_loss
-from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.mcore.startup import start
+from megatron_fspo.mcore.machine.backend import choose_backend
+from megatron_fspo.mcore.machine.startup import start
+from megatron_fspo.mcore.model import policy_loss
+from megatron_fspo.mcore.model.policy import Policy
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.trainer.batch import TrainingBatch
 from megatron_fspo.trainer.optimize import update

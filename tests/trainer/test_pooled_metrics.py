@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from configs import make_config
-from megatron_fspo.mcore.policy import Update
+from megatron_fspo.mcore.model.policy import Update
 from megatron_fspo.parallel.groups import Totals
 from megatron_fspo.trainer import metrics
 from megatron_fspo.trainer.metrics import pooled_metrics, update_metrics

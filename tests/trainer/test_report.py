@@ -17,7 +17,7 @@ from megatron_fspo.lab.report.figures import exponent_of, machines, phases
 from megatron_fspo.lab.report.history import History, Series, pooled_lre, read_records
 from megatron_fspo.lab.report.page import write_report
 from megatron_fspo.lab.report.samples import before_after, shortened
-from megatron_fspo.mcore.backend import choose_backend
+from megatron_fspo.mcore.machine.backend import choose_backend
 from megatron_fspo.record.log import RunLog, read_rows
 from megatron_fspo.trainer import prepare as machine_module
 from megatron_fspo.trainer.prepare import cpu_name, machine

@@ -17,7 +17,7 @@ from torch import Tensor
 from launch import found_by
 from megatron_fspo.config.correction import IcePop, LengthFairGate, SequenceMask, SequenceTIS, TokenTIS
 from megatron_fspo.losses import DAPOLoss, GRPOLoss
-from megatron_fspo.mcore.policy_loss import PolicyLoss
+from megatron_fspo.mcore.model.policy_loss import PolicyLoss
 from megatron_fspo.objective import FSPOBand
 from megatron_fspo.objective.policy_objective import PolicyObjective, SequenceLevel
 from megatron_fspo.packing.batch import MicroBatch, Packs

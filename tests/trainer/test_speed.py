@@ -12,7 +12,7 @@ import torch
 
 from configs import make_config
 from launch import forked, why
-from megatron_fspo.mcore.backend import choose_backend, peak_of, peak_tflops
+from megatron_fspo.mcore.machine.backend import choose_backend, peak_of, peak_tflops
 from megatron_fspo.trainer.metrics import profiled, table
 from megatron_fspo.weights import Architecture
 from megatron_fspo.weights.architecture import forward_flops

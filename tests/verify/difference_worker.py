@@ -22,11 +22,11 @@ from torch import Tensor
 
 from megatron_fspo.config.correction import LengthFairGate
 from megatron_fspo.losses import FSPOLoss
-from megatron_fspo.mcore import policy_loss
-from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.decode import Decoder
-from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.mcore.startup import join, start, stop
+from megatron_fspo.mcore.machine.backend import choose_backend
+from megatron_fspo.mcore.machine.startup import join, start, stop
+from megatron_fspo.mcore.model import policy_loss
+from megatron_fspo.mcore.model.policy import Policy
+from megatron_fspo.mcore.passes.decode import Decoder
 from megatron_fspo.objective import policy_objective
 from megatron_fspo.objective.calibration import BandCalibrator
 from megatron_fspo.parallel.groups import ParallelGroups, gather_lists, of_first_rank, share

@@ -14,7 +14,7 @@ from patching import ALONE, CP, DP, PP, SP, TP, Patch, fault, wrap
 from torch import Tensor
 
 from megatron_fspo.losses import DAPOLoss, FSPOLoss, GRPOLoss
-from megatron_fspo.mcore import policy, policy_loss
+from megatron_fspo.mcore.model import policy, policy_loss
 from megatron_fspo.objective import FSPOBand, policy_objective
 from megatron_fspo.packing import pack as packing
 from megatron_fspo.packing.batch import MicroBatch

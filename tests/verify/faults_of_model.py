@@ -16,8 +16,8 @@ from megatron.core.transformer.moe import router
 from patching import ALONE, CP, DP, EP, MOE, PP, SP, TP, Patch, fault, wrap
 from torch import Tensor
 
-from megatron_fspo.mcore import layers, lora, packed_attention, policy, policy_loss
-from megatron_fspo.mcore import router as policy_router
+from megatron_fspo.mcore.model import layers, lora, packed_attention, policy, policy_loss
+from megatron_fspo.mcore.model import router as policy_router
 from megatron_fspo.packing import pack as packing
 from megatron_fspo.parallel import head
 from megatron_fspo.verify.cases import MIXTURE

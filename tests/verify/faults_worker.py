@@ -16,8 +16,8 @@ import torch.distributed as dist
 from faults import FAULTS
 from patching import Fault, Patch
 
-from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.startup import join, start, stop
+from megatron_fspo.mcore.machine.backend import choose_backend
+from megatron_fspo.mcore.machine.startup import join, start, stop
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.verify.cases import TEMPERATURE, cases, make_routes, make_samples, random_weights
 from megatron_fspo.verify.layouts import Layout, model_of, parse_layout

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_fspo.config import Parallel
 from megatron_fspo.errors import InputError
-from megatron_fspo.mcore.sizes import check_parallel
+from megatron_fspo.mcore.machine.sizes import check_parallel
 from megatron_fspo.verify.cases import MIXTURE, SMALL, with_layers
 from megatron_fspo.verify.layouts import Layout, all_layouts, model_of, parse_layout
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_fspo.config import Parallel
 from megatron_fspo.losses import PolicyLossConfig, loss_sections
-from megatron_fspo.mcore.sizes import check_parallel
+from megatron_fspo.mcore.machine.sizes import check_parallel
 from megatron_fspo.packing.pack import PackLayout
 from megatron_fspo.verify.cases import (
     LOSSES,

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING
 from launch import REPO
 from megatron_fspo.config.sections import LoRA
 from megatron_fspo.errors import InputError
-from megatron_fspo.mcore.checkpoint import _check_function
+from megatron_fspo.mcore.state.checkpoint import _check_function
 from megatron_fspo.weights import Adapters, Architecture, architecture, read_architecture
 from megatron_fspo.weights.architecture import NEUTRAL_KEYS, SUPPORTED, Experts
 

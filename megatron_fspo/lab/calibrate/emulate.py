@@ -13,9 +13,9 @@ from torch.nn import Module
 
 from megatron_fspo.config.fp8 import FP8
 from megatron_fspo.lab.calibrate.fp8_values import through_fp8
-from megatron_fspo.mcore.fp8 import LINEARS
-from megatron_fspo.mcore.model import layer_offset
-from megatron_fspo.mcore.policy import Model
+from megatron_fspo.mcore.model.model import layer_offset
+from megatron_fspo.mcore.model.policy import Model
+from megatron_fspo.mcore.passes.fp8 import LINEARS
 
 
 @torch.no_grad()

@@ -21,8 +21,8 @@ from megatron_fspo.config.fp8 import BF16, FP8
 from megatron_fspo.errors import InputError
 from megatron_fspo.lab.calibrate.emulate import emulate_fp8
 from megatron_fspo.lab.explain.rows import location, read_rows
-from megatron_fspo.mcore.hf_weights import export_hf, load_hf
-from megatron_fspo.mcore.policy import Model
+from megatron_fspo.mcore.model.policy import Model
+from megatron_fspo.mcore.state.hf_weights import export_hf, load_hf
 from megatron_fspo.packing.batch import MicroBatch, Packs
 from megatron_fspo.packing.zigzag import padded_length
 from megatron_fspo.parallel.groups import ParallelGroups

@@ -20,7 +20,7 @@ from megatron_fspo.lab.plan.state import (
     server_gpus,
     state,
 )
-from megatron_fspo.mcore.sizes import adapters_of, check_parallel, check_world, shares_prompts
+from megatron_fspo.mcore.machine.sizes import adapters_of, check_parallel, check_world, shares_prompts
 from megatron_fspo.packing.zigzag import padded_length
 from megatron_fspo.weights import Architecture
 

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from megatron_fspo.config import Parallel
-from megatron_fspo.mcore.sizes import padded_vocab_size
+from megatron_fspo.mcore.machine.sizes import padded_vocab_size
 from megatron_fspo.weights import Architecture, shard_shape
 from megatron_fspo.weights.table import Row, adapter_rows, rows
 
@@ -40,7 +40,7 @@ class Shape:
     arch: Architecture
     parallel: Parallel
     world: int
-    """Number of ranks; fits the layout (:func:`~megatron_fspo.mcore.sizes.check_world`)."""
+    """Number of ranks; fits the layout (:func:`~megatron_fspo.mcore.machine.sizes.check_world`)."""
     dtype: torch.dtype
     """Data type of parameters and activations."""
     layers: Layers

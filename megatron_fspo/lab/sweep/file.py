@@ -15,7 +15,7 @@ from pydantic import Field, PositiveInt, StringConstraints, ValidationError
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.errors import InputError
-from megatron_fspo.losses.section import Section
+from megatron_fspo.section import Section
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 Keys = Mapping[str, Mapping[str, Any]]

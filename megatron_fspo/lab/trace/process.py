@@ -68,7 +68,7 @@ def _prepare(watch: Watch) -> None:
 
 def _spread_tokens(watch: Watch) -> None:
     """Have routers spread tokens evenly over experts: what they would choose is in no small tensor."""
-    from megatron_fspo.mcore.router import PolicyRouter
+    from megatron_fspo.mcore.model.router import PolicyRouter
 
     routing = PolicyRouter.routing
 

@@ -21,12 +21,12 @@ from megatron_fspo.config import Config
 from megatron_fspo.lab.plan.presets import find_model
 from megatron_fspo.lab.trace.record import Request
 from megatron_fspo.lab.trace.watch import Watch
-from megatron_fspo.mcore import startup
-from megatron_fspo.mcore.backend import Backend
-from megatron_fspo.mcore.hf_weights import fill, hf_tensors
-from megatron_fspo.mcore.offload import Offload
-from megatron_fspo.mcore.policy import Model, Policy
-from megatron_fspo.mcore.policy_loss import Scoring
+from megatron_fspo.mcore.machine import startup
+from megatron_fspo.mcore.machine.backend import Backend
+from megatron_fspo.mcore.model.policy import Model, Policy
+from megatron_fspo.mcore.model.policy_loss import Scoring
+from megatron_fspo.mcore.state.hf_weights import fill, hf_tensors
+from megatron_fspo.mcore.state.offload import Offload
 from megatron_fspo.packing.pack import PackLayout, plan_step
 from megatron_fspo.packing.zigzag import padded_length
 from megatron_fspo.parallel.control import Control, Patience

@@ -37,7 +37,7 @@ class Turn(Enum):
 
 
 class Memory(Protocol):
-    """Memory of one rank of the trainer (:class:`~megatron_fspo.mcore.offload.Offload`)."""
+    """Memory of one rank of the trainer (:class:`~megatron_fspo.mcore.state.offload.Offload`)."""
 
     def hold(self, *, weights: bool, rest: bool) -> None:
         """Load weights and rest onto the device, or off it where False. Not collective."""

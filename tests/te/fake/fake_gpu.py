@@ -32,7 +32,7 @@ def register() -> None:
         "transformer_engine.common": _no_shared_library,
         "transformer_engine.pytorch": _finish_engine,
         "megatron.core.fp8_utils": _recipes_in_torch,
-        "megatron_fspo.mcore.backend": _cuda_means_cpu,
+        "megatron_fspo.mcore.machine.backend": _cuda_means_cpu,
     }
     sys.meta_path.insert(0, _Hooks(before, after))
     if os.environ.get("FAKE_TEX") == "none":
@@ -168,7 +168,7 @@ def _gloo_for_nccl() -> None:
 
 
 def _cuda_means_cpu() -> None:
-    from megatron_fspo.mcore.backend import cuda_means_cpu
+    from megatron_fspo.mcore.machine.backend import cuda_means_cpu
 
     cuda_means_cpu()
 

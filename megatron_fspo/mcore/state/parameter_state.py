@@ -19,9 +19,9 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_fspo.mcore.lora import is_adapter
-from megatron_fspo.mcore.model import is_expert, layer_offset
-from megatron_fspo.mcore.policy import Policy
+from megatron_fspo.mcore.model.lora import is_adapter
+from megatron_fspo.mcore.model.model import is_expert, layer_offset
+from megatron_fspo.mcore.model.policy import Policy
 from megatron_fspo.weights import resolve, shard_slices
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from megatron_fspo.config import Parallel
 from megatron_fspo.errors import InputError
-from megatron_fspo.mcore.backend import Backend
-from megatron_fspo.mcore.hf_weights import load_hf
-from megatron_fspo.mcore.policy import Model
-from megatron_fspo.mcore.policy_loss import Scoring
-from megatron_fspo.mcore.sizes import check_parallel, check_world
-from megatron_fspo.mcore.startup import join, start, stop
+from megatron_fspo.mcore.machine.backend import Backend
+from megatron_fspo.mcore.machine.sizes import check_parallel, check_world
+from megatron_fspo.mcore.machine.startup import join, start, stop
+from megatron_fspo.mcore.model.policy import Model
+from megatron_fspo.mcore.model.policy_loss import Scoring
+from megatron_fspo.mcore.state.hf_weights import load_hf
 from megatron_fspo.packing.batch import MicroBatch, Sequences
 from megatron_fspo.packing.pack import pack
 from megatron_fspo.packing.zigzag import padded_length

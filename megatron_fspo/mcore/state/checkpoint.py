@@ -40,7 +40,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.mcore.parameter_state import (
+from megatron_fspo.mcore.model.policy import Policy
+from megatron_fspo.mcore.state.parameter_state import (
     MOMENTS,
     Block,
     ParameterState,
@@ -48,7 +49,6 @@ from megatron_fspo.mcore.parameter_state import (
     parameter_states,
     prepare_optimizer,
 )
-from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.parallel.groups import any_rank, share
 from megatron_fspo.weights.chunks import Box, ChunkReader, ChunkWriter, boxes, merge_indexes, write_index
 from megatron_fspo.weights.folder import (

@@ -23,9 +23,10 @@ from torch.nn import Module
 
 from megatron_fspo.config import Parallel
 from megatron_fspo.config.fp8 import BF16, FP8
-from megatron_fspo.mcore.backend import Backend
-from megatron_fspo.mcore.router import install_routers
-from megatron_fspo.mcore.sizes import padded_vocab_size
+from megatron_fspo.mcore.machine.backend import Backend
+from megatron_fspo.mcore.machine.sizes import padded_vocab_size
+from megatron_fspo.mcore.model.layers import block_spec
+from megatron_fspo.mcore.model.router import install_routers
 from megatron_fspo.weights import Architecture, has_parameter
 
 
@@ -133,7 +134,7 @@ def build_chunks(arch: Architecture, config: TransformerConfig, backend: Backend
     for vp_stage in [None] if stages is None else range(stages):
         model = GPTModel(
             config=config,
-            transformer_layer_spec=backend.layer_spec(config, vp_stage),
+            transformer_layer_spec=block_spec(backend, config, vp_stage),
             vocab_size=padded_vocab_size(arch.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=arch.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

@@ -27,7 +27,7 @@ from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.job.control import JobControl
 from megatron_fspo.job.parent import end_with_parent
 from megatron_fspo.job.start_id import agree_on_start_id
-from megatron_fspo.mcore.backend import Backend
+from megatron_fspo.mcore.machine.backend import Backend
 from megatron_fspo.parallel.control import Control, Patience
 from megatron_fspo.parallel.groups import ParallelGroups
 
@@ -146,7 +146,7 @@ def start(backend: Backend, *, parallel: Parallel, seed: int) -> ParallelGroups:
 
     Megatron's rank order, innermost first: tensor, context, data, pipeline. An expert-parallel group is a
     range of ranks within a pipeline stage. The layout must fit the world size
-    (:func:`~megatron_fspo.mcore.sizes.check_world`).
+    (:func:`~megatron_fspo.mcore.machine.sizes.check_world`).
     """
     control = join(backend, parallel=parallel)
     parallel_state.initialize_model_parallel(

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fspo.mcore.lora import first_values, is_adapter, merged_parameters
-from megatron_fspo.mcore.model import expert_offset, is_expert, layer_offset
-from megatron_fspo.mcore.policy import Model
+from megatron_fspo.mcore.model.lora import first_values, is_adapter, merged_parameters
+from megatron_fspo.mcore.model.model import expert_offset, is_expert, layer_offset
+from megatron_fspo.mcore.model.policy import Model
 from megatron_fspo.parallel.groups import gather_lists, share
 from megatron_fspo.weights import (
     Reader,

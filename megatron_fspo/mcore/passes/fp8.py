@@ -18,11 +18,11 @@ from torch.nn import Module
 from megatron_fspo.config import Parallel
 from megatron_fspo.config.fp8 import FP8
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.mcore.backend import Backend
-from megatron_fspo.mcore.engine import fp8_problems
-from megatron_fspo.mcore.policy import Model
-from megatron_fspo.mcore.policy_loss import Scoring
-from megatron_fspo.mcore.score import score_sequences
+from megatron_fspo.mcore.machine.backend import Backend
+from megatron_fspo.mcore.machine.transformer_engine import fp8_problems
+from megatron_fspo.mcore.model.policy import Model
+from megatron_fspo.mcore.model.policy_loss import Scoring
+from megatron_fspo.mcore.passes.score import score_sequences
 from megatron_fspo.weights import Architecture
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")

@@ -1,4 +1,4 @@
-"""Norm and attention that run on any device, for Megatron's layer spec.
+"""Megatron's layer spec, and norm and attention for it that run on any device.
 
 Shapes: h heads, g KV heads, d head size, t tokens of a packed micro-batch on this rank (1 / cp of them under
 context parallelism).
@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -24,7 +27,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_fspo.mcore.packed_attention import packed_attention
+from megatron_fspo.mcore.machine.backend import Backend
+from megatron_fspo.mcore.model.packed_attention import packed_attention
 from megatron_fspo.packing.zigzag import gathered_positions, local_positions
 
 
@@ -118,13 +122,17 @@ def _zigzag(borders: tuple[int, ...], rank: int, size: int) -> tuple[Tensor, Ten
     return gathered_positions(whole, size), local_positions(whole, rank, size)
 
 
-def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Return the spec of Megatron's local layers with our norm and attention, for any device."""
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        qk_layernorm=config.qk_layernorm,
-        normalization=config.normalization,
-    )
+def block_spec(backend: Backend, config: TransformerConfig, vp_stage: int | None = None) -> Any:
+    """Return Megatron's layer spec: of Transformer Engine's layers with our attention, or of Megatron's local
+    ones with our norm and attention. ``vp_stage`` is the virtual pipeline stage of the layers."""
+    both = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
+    if backend.layers == "transformer_engine":
+        from megatron_fspo.mcore.model.te_attention import SharingAttention
+
+        layer = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=config.moe_grouped_gemm, **both)
+        layer.submodules.self_attention.submodules.core_attention = SharingAttention
+        return layer
+    layer = get_gpt_layer_local_spec(normalization=config.normalization, **both)
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     if config.num_moe_experts:

@@ -21,12 +21,12 @@ from torch.nn import Module
 from megatron_fspo import config as options
 from megatron_fspo.config.fp8 import BF16, FP8
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.mcore.backend import Backend
-from megatron_fspo.mcore.lora import install_adapters
-from megatron_fspo.mcore.model import build_chunks, layer_offset, transformer_config, wrap_for_training
-from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
-from megatron_fspo.mcore.router import RouterPass, RouterPasses
-from megatron_fspo.mcore.sizes import padded_vocab_size
+from megatron_fspo.mcore.machine.backend import Backend
+from megatron_fspo.mcore.machine.sizes import padded_vocab_size
+from megatron_fspo.mcore.model.lora import install_adapters
+from megatron_fspo.mcore.model.model import build_chunks, layer_offset, transformer_config, wrap_for_training
+from megatron_fspo.mcore.model.policy_loss import PolicyLoss, Scoring
+from megatron_fspo.mcore.model.router import RouterPass, RouterPasses
 from megatron_fspo.packing.batch import MicroBatch, Packs
 from megatron_fspo.parallel.groups import ParallelGroups, Totals, any_rank, means, share, sum_metrics
 from megatron_fspo.weights import Architecture
@@ -53,7 +53,7 @@ class Update:
 class Model:
     """This rank's part of a model for scoring, sampling and export, without gradients and optimizer.
 
-    Its matrices are NaN until :func:`~megatron_fspo.mcore.hf_weights.load_hf` fills them.
+    Its matrices are NaN until :func:`~megatron_fspo.mcore.state.hf_weights.load_hf` fills them.
 
     Attributes:
         chunks: the unwrapped ``GPTModel`` of each virtual pipeline stage.

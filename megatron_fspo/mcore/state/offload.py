@@ -17,7 +17,7 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor
 
-from megatron_fspo.mcore.policy import Model, Policy
+from megatron_fspo.mcore.model.policy import Model, Policy
 
 Tensors = Callable[[], Iterator[Tensor]]
 _ALIGN = 64

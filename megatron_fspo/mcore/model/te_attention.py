@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from torch import Tensor
 
-from megatron_fspo.mcore.packed_attention import packed_attention
+from megatron_fspo.mcore.model.packed_attention import packed_attention
 
 
 class SharingAttention(TEDotProductAttention):  # type: ignore[misc, unused-ignore]

@@ -9,7 +9,7 @@
 Megatron hard-codes ``device="cuda"`` in a few dozen places. Without a GPU we patch torch's tensor factories,
 four tensor methods and a few CUDA calls, so that ``cuda`` means the CPU. (A torch function mode would be one
 patch, but would slow down every call.) No class of Megatron is patched; norms and attention come through the
-layer spec (:mod:`megatron_fspo.mcore.layers`).
+layer spec (:mod:`megatron_fspo.mcore.model.layers`).
 """
 
 from __future__ import annotations
@@ -26,18 +26,15 @@ from typing import Any, Literal
 import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core import utils as megatron_utils
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.optimizer import clip_grads, optimizer
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.mcore.cpu_products import install_products, onednn_is_faster
-from megatron_fspo.mcore.engine import engine_problem
-from megatron_fspo.mcore.layers import local_block_spec
+from megatron_fspo.mcore.machine.cpu_products import install_products, onednn_is_faster
+from megatron_fspo.mcore.machine.transformer_engine import engine_problem
 from megatron_fspo.parallel.head import HeadKind, tried, triton_problem
 
 CUDA_ENVIRONMENT = {
@@ -121,20 +118,6 @@ class Backend:
             and not fused
             and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         }
-
-    def layer_spec(self, config: TransformerConfig, vp_stage: int | None = None) -> Any:
-        """Return Megatron's layer spec; ``vp_stage`` is the virtual pipeline stage of the layers."""
-        if self.layers == "transformer_engine":
-            from megatron_fspo.mcore.te_attention import SharingAttention
-
-            layer = get_gpt_layer_with_transformer_engine_spec(
-                num_experts=config.num_moe_experts,
-                moe_grouped_gemm=config.moe_grouped_gemm,
-                qk_layernorm=config.qk_layernorm,
-            )
-            layer.submodules.self_attention.submodules.core_attention = SharingAttention
-            return layer
-        return local_block_spec(config, vp_stage)
 
 
 def choose_backend(

@@ -1,0 +1,1 @@
+"""Weights and optimizer state between steps: Hugging Face weights, checkpoints, offloading."""
