@@ -77,7 +77,7 @@ def progress_bar(total_bytes: int, what: str) -> Iterator[Callable[[int], object
 
 
 def quiet_megatron() -> None:
-    """Silence Megatron's warnings about missing optional packages, which `doctor` reports."""
+    """HeartbeatTimer Megatron's warnings about missing optional packages, which `doctor` reports."""
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     # torch deprecates functions that Megatron calls.
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".*deprecat")

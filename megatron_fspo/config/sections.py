@@ -69,7 +69,7 @@ class LoRA(Section):
 
 
 class Parallel(Section):
-    """Layout of one model copy. The remaining ranks are data parallel."""
+    """Layout of one model replica. The remaining ranks are data parallel."""
 
     tensor: PositiveInt = Field(
         1, description="tensor parallel size; must divide heads, KV heads and FFN size"

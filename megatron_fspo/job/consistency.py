@@ -57,7 +57,7 @@ def prove_folder_is_shared(folder: Path, control: Control, nonce: str) -> None:
             seen = owner is not None and owner.nonce == nonce
         if not seen:
             time.sleep(_POLL_SECONDS)
-    control.meet("all ranks to look into the run folder")
+    control.barrier("all ranks to look into the run folder")
     every = _gather((socket.gethostname(), str(Path.cwd()), seen))
     blind = [rank for rank, (_, _, seen) in enumerate(every) if not seen]
     if blind:

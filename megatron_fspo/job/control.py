@@ -8,7 +8,7 @@ Every rank monitors the next rank, at two requests per rank and beat. A silent r
 ranks hang in a collective with it, which would only fail after a longer time-out, without naming the rank.
 
 Keys, under a prefix per job: ``beat/<rank>``, ``failed`` and ``stop`` ("-" until set), ``left``,
-``word/<number>`` and ``meet/<ranks>/<number>``. The last rank to leave deletes them.
+``message/<number>`` and ``meet/<ranks>/<number>``. The last rank to leave deletes them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch.distributed.distributed_c10d import Store
 
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.parallel.control import SLICE, Control, Patience, Wait
+from megatron_fspo.parallel.control import SLICE, Control, Timeouts, Wait
 
 T = TypeVar("T")
 
@@ -57,15 +57,15 @@ class Beat(NamedTuple):
         return f"rank {rank} ({self.host}, {local}process {self.process})"
 
 
-class Silence:
+class HeartbeatTimer:
     """Counts the seconds for which an observed state has not changed.
 
     At most two beats count between two looks, so a process that was itself stopped or starved for a minute
     does not report others as silent.
     """
 
-    def __init__(self, patience: Patience) -> None:
-        self._most = 2 * patience.beat
+    def __init__(self, timeouts: Timeouts) -> None:
+        self._most = 2 * timeouts.beat
         self._looked = time.monotonic()
         self._state: object = None
         self.seconds = 0.0
@@ -85,7 +85,7 @@ class JobControl(Control):
         store: the job's store; from now on, only the heartbeat may use it.
         rank: rank of this process.
         size: number of ranks.
-        patience: time limits.
+        timeouts: time limits.
         hosts: whether the store's server is a thread of this process.
         speaks: whether this rank prints the job's failure to stderr; one rank per machine is enough.
         end: ends the process immediately.
@@ -96,61 +96,61 @@ class JobControl(Control):
         store: Store,
         rank: int,
         size: int,
-        patience: Patience,
+        timeouts: Timeouts,
         *,
         hosts: bool = False,
         speaks: bool = True,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        super().__init__(patience)
+        super().__init__(timeouts)
         self.problem: str | None = None
         """Why the job ends; None while it runs."""
         self._store, self._rank, self._size = store, rank, size
         self._hosts, self._speaks, self._end = hosts, speaks, end
-        self._words = 0
+        self._messages = 0
         self._meetings: dict[str, int] = {}
         self._stop_seen = False  # a stop was requested on some rank
         self._turns = 0  # of the heartbeat's loop: grows while the store answers
-        self._store_silence = Silence(patience)
+        self._store_silence = HeartbeatTimer(timeouts)
         self._requests: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._beat = Beat(0, socket.gethostname(), os.environ.get("LOCAL_RANK", ""), os.getpid(), "")
         self._neighbour, self._neighbour_came = (rank + 1) % size, False
-        self._neighbour_silence = Silence(patience)
+        self._neighbour_silence = HeartbeatTimer(timeouts)
         self._leaving = self._printed = False
         self._thread = threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True)
         # At exit the interpreter kills threads, which aborts the process if one is inside C++.
         atexit.register(self.close)
         self._thread.start()
 
-    def tell(self, word: str) -> None:
-        self._words += 1
-        key, store = f"word/{self._words}", self._store
+    def broadcast(self, message: str) -> None:
+        self._messages += 1
+        key, store = f"message/{self._messages}", self._store
 
         def say() -> bool:
-            store.set(key, word)
+            store.set(key, message)
             return True
 
         self._until(say)
-        with self.waiting(f"all ranks to hear {word!r}") as wait:
+        with self.waiting(f"all ranks to receive {message!r}") as wait:
             self._result(self._until(lambda: store.check([f"{key}/all"]) or None), wait)
-        self._until(lambda: self._delete(key, f"{key}/heard", f"{key}/all"))
+        self._until(lambda: self._delete(key, f"{key}/received", f"{key}/all"))
 
-    def hear(self, what: str) -> str:
-        self._words += 1
-        key, store = f"word/{self._words}", self._store
+    def receive(self, what: str) -> str:
+        self._messages += 1
+        key, store = f"message/{self._messages}", self._store
 
         def ask() -> str | None:
             if not store.check([key]):
                 return None
-            word = store.get(key).decode()
-            if store.add(f"{key}/heard", 1) == self._size - 1:
+            message = store.get(key).decode()
+            if store.add(f"{key}/received", 1) == self._size - 1:
                 store.set(f"{key}/all", "1")
-            return word
+            return message
 
         with self.waiting(what) as wait:
             return self._result(self._until(ask), wait)
 
-    def meet(self, what: str, ranks: Sequence[int] | None = None, *, seconds: float | None = None) -> bool:
+    def barrier(self, what: str, ranks: Sequence[int] | None = None, *, seconds: float | None = None) -> bool:
         if ranks is not None and len(ranks) == 1:
             return self.stop_requested
         ranks, store = range(self._size) if ranks is None else ranks, self._store
@@ -189,13 +189,13 @@ class JobControl(Control):
     @contextmanager
     def waiting(self, what: str, *, seconds: float | None = None, stops: bool = False) -> Iterator[Wait]:
         with super().waiting(what, seconds=seconds, stops=stops) as wait:
-            self._store_silence = Silence(self.patience)
+            self._store_silence = HeartbeatTimer(self.timeouts)
             yield wait
 
     def check(self) -> None:
         if self.problem is None:
             silence = self._store_silence.look(self._turns)
-            if silence <= self.patience.silence:
+            if silence <= self.timeouts.silence:
                 return
             self._lose_store(f"has not answered for {silence:.0f} s: is the machine of rank 0 down?")
         raise TrainingError(self.problem)
@@ -214,7 +214,7 @@ class JobControl(Control):
         while self.problem is None and time.monotonic() < deadline:
             time.sleep(0.01)
         if self._hosts:
-            time.sleep(2 * self.patience.beat)  # until all ranks have read the problem
+            time.sleep(2 * self.timeouts.beat)  # until all ranks have read the problem
 
     def close(self) -> None:
         # After a failure the thread continues, to end the process if it hangs.
@@ -258,7 +258,7 @@ class JobControl(Control):
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             self._lose_store(f"is gone, because the process that hosted it ended: {reason}")
         if self.problem is not None and not self._leaving:
-            time.sleep(self.patience.grace)
+            time.sleep(self.timeouts.grace)
             if self._speaks:
                 self._print_problem()
             self._end(1)
@@ -271,7 +271,7 @@ class JobControl(Control):
         while self.problem is None:
             if time.monotonic() >= next_beat:
                 self._beat_and_look()
-                next_beat = time.monotonic() + self.patience.beat
+                next_beat = time.monotonic() + self.timeouts.beat
             open_requests = [request for request in open_requests if not self._answered(*request)]
             self._turns += 1
             wait = next_beat - time.monotonic()
@@ -311,7 +311,7 @@ class JobControl(Control):
                 self._neighbour_came = self._store.check([key])
                 return
             beat = Beat(*json.loads(self._store.get(key)))
-            if beat.waits != _LEFT and self._neighbour_silence.look(beat.number) > self.patience.silence:
+            if beat.waits != _LEFT and self._neighbour_silence.look(beat.number) > self.timeouts.silence:
                 self._report(beat)
 
     def _say(self, waits: str) -> None:

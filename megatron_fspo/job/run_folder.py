@@ -71,12 +71,12 @@ def hold_run_folder(config: Config, control: Control, resume: Resume) -> Iterato
             lock = FolderLock(path, pause=wait.check)
     try:
         if lock is None:
-            nonce, names = json.loads(control.hear("the run folder to be locked"))
+            nonce, names = json.loads(control.receive("the run folder to be locked"))
         else:
             # Listed again, because another job may have written checkpoints before the lock was taken.
             names = [path.name for path in checkpoints_to_resume(config, resume, mine=lock.owner)]
             nonce = lock.owner.nonce
-            control.tell(json.dumps([nonce, names]))
+            control.broadcast(json.dumps([nonce, names]))
         prove_folder_is_shared(path, control, nonce)
         parent = checkpoint_folder(config, 0).parent
         folder = RunFolder(path, control, [parent / name for name in names], lock, nonce)

@@ -1,8 +1,8 @@
 """Long waits of ranks for each other, outside of collectives.
 
 Collectives have a short time-out, so that a hanging one is detected early. Servers, graders and disks may
-take longer. So before the first collective after such work all ranks :meth:`Control.meet`; to follow
-instructions of the first rank, the others :meth:`Control.hear` them. A rank that waits like this learns
+take longer. So :meth:`Control.barrier` stands before the first collective after such work, and the first
+rank's instructions come by :meth:`Control.broadcast` and ``receive``. A rank that waits like this learns
 within seconds if another rank failed or disappeared, or if the job should stop.
 
 This is the control of a job of one process, which never waits for other ranks. That of several processes is
@@ -23,7 +23,7 @@ SLICE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
+class Timeouts:
     """Time limits, in seconds."""
 
     wait: float = 4 * 3600.0
@@ -61,7 +61,7 @@ class Wait:
             raise StopRequested(f"a stop was requested during the wait for {self.what}")
         seconds, key = self.seconds, ""
         if seconds is None:
-            seconds, key = self.control.patience.wait, " (parallel.wait_seconds)"
+            seconds, key = self.control.timeouts.wait, " (parallel.wait_seconds)"
         if time.monotonic() - self.began > seconds:
             raise TrainingError(f"waited {seconds:g} s for {self.what}{key}")
 
@@ -69,27 +69,27 @@ class Wait:
 class Control:
     """The control of a job of one process."""
 
-    def __init__(self, patience: Patience | None = None) -> None:
-        self.patience = patience or Patience()
+    def __init__(self, timeouts: Timeouts | None = None) -> None:
+        self.timeouts = timeouts or Timeouts()
         self.waits = ""
         """What this rank waits for, outside of collectives; "" while it works."""
         self._stop_here = False
 
-    def tell(self, word: str) -> None:
+    def broadcast(self, message: str) -> None:
         """On the first rank, send the others a short instruction. Returns when all have received it, so that
-        a collective may follow. Raises ``TrainingError`` as :meth:`meet`."""
+        a collective may follow. Raises ``TrainingError`` as :meth:`barrier`."""
 
-    def hear(self, what: str) -> str:
+    def receive(self, what: str) -> str:
         """Wait, on the other ranks, for the first rank's next instruction and return it; ``what`` names
-        the wait in messages. Raises ``TrainingError`` as :meth:`meet`."""
-        raise RuntimeError("hear() in a job of one process, which has no other rank to hear")
+        the wait in messages. Raises ``TrainingError`` as :meth:`barrier`."""
+        raise RuntimeError("receive() in a job of one process, which has no other rank")
 
-    def meet(self, what: str, ranks: Sequence[int] | None = None, *, seconds: float | None = None) -> bool:
+    def barrier(self, what: str, ranks: Sequence[int] | None = None, *, seconds: float | None = None) -> bool:
         """Wait until all ranks call this, before the first collective after work of different duration.
 
         Args:
             what: what is waited for, for messages; the same on all ranks.
-            ranks: the ranks that meet, the same on all of them; default: all.
+            ranks: the ranks that wait, the same on all of them; default: all.
             seconds: time limit; default: ``parallel.wait_seconds``.
 
         Returns:
@@ -121,7 +121,7 @@ class Control:
     @property
     def stop_requested(self) -> bool:
         """True once a stop was requested on any rank. Ranks learn of it at different times: for a common
-        decision use the result of :meth:`meet`, or the first rank's instruction."""
+        decision use the result of :meth:`barrier`, or the first rank's instruction."""
         return self._stop_here
 
     def fail(self, error: BaseException) -> None:

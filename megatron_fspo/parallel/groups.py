@@ -44,8 +44,8 @@ class ParallelGroups:
         return self.edp if of_expert else self.dp_cp
 
     @property
-    def first_of_copy(self) -> bool:
-        """True on the first rank of a model copy, which holds the copy's responses."""
+    def is_replica_leader(self) -> bool:
+        """True on the first rank of a model replica, which holds the copy's responses."""
         return self.tp.rank() == self.cp.rank() == self.pp.rank() == 0
 
     @classmethod

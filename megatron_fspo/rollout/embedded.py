@@ -1,6 +1,6 @@
 """Samples from the training model itself, without a second copy of the weights or a server.
 
-For small models, tests and the demo. All ranks of a model copy compute the same logits, and the first of them
+For small models, tests and the demo. All ranks of a replica compute the same logits, and the first of them
 samples the tokens for all.
 """
 
@@ -27,7 +27,7 @@ class CachedModel(Protocol):
     """A model that decodes rows of a KV cache side by side, such as ``mcore.passes.decode.Decoder``."""
 
     leads: bool
-    """True on the rank whose values ``settle`` returns on all ranks of the model copy."""
+    """True on the rank whose values ``settle`` returns on all ranks of the model replica."""
 
     def session(self, *, rows: int, max_tokens: int) -> AbstractContextManager[None]: ...
 
@@ -178,7 +178,7 @@ class EmbeddedEngine:
             row.log_probs.append(log_prob)
             row.drawn += 1
             turn = row.token_ids[row.turn_start :] if params.stop else row.token_ids
-            # All ranks of the model copy have the same tokens, so they decide alike.
+            # All ranks of the model replica have the same tokens, so they decide alike.
             if tokens[i] in params.stop_token_ids or completes_stop(turn, params):
                 if row.end_turn("stop"):
                     asking.append(row)
@@ -192,7 +192,7 @@ class EmbeddedEngine:
         return tokens
 
     def _replies(self, rows: list[_Row], environment: Environment, device: torch.device) -> list[Reply]:
-        """Ask for all replies at once, on one rank of the model copy, and wait for them. Collective."""
+        """Ask for all replies at once, on one rank of the model replica, and wait for them. Collective."""
         replies: list[Reply] = []
         if self.model.leads:
             asked = {environment.answer(row.prompt, row.turns, row): row.prompt.index for row in rows}

@@ -21,7 +21,7 @@ class Pending(Protocol):
 
     def __call__(self, progress: Progress | None = None, *, stops: bool = False) -> list[list[Completion]]:
         """Wait, and return ``params.n`` completions of each of this rank's prompts, in order. Call it once.
-        Only the first rank of each model copy is guaranteed to get the completions.
+        Only the first rank of each model replica is guaranteed to get the completions.
 
         Args:
             progress: called as completions finish.
@@ -55,7 +55,7 @@ class RolloutEngine(Protocol):
             params: sampling parameters, for all prompts.
             mine: positions of the prompts whose completions this data-parallel rank receives; default: all.
             arrived: called for each completion that this rank gets from the sampler itself. The first rank of
-                some model copy gets the call, not always of the copy that receives the completion.
+                some model replica gets the call, not always of the copy that receives the completion.
         """
         ...
 

@@ -85,14 +85,14 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         prompts.load_state_dict(state["cursor"])
         loss.load_state_dict(state["loss"])
     step, spikes = state["step"], state["spikes"]
-    groups.control.meet("the weights to be loaded")
+    groups.control.barrier("the weights to be loaded")
     fp8_modules = probe_fp8(policy)
     reference = load_model(inputs, groups) if config.loss.kl_coef and not inputs.arch.adapters else None
     engine = build_engine(inputs, policy, servers, *([reference] if reference else []))
     engine.update_weights(step)
     grader = make_grader(config, groups)
     log = _open_folder(inputs, step if checkpoints else None, checkpoints, damaged)
-    groups.control.meet("the first rank to open the records of the run")
+    groups.control.barrier("the first rank to open the records of the run")
     return Training(
         inputs=inputs,
         groups=groups,
@@ -250,7 +250,7 @@ def open_servers(inputs: Inputs, groups: ParallelGroups, *, trains: bool = False
         leader = connect(config.vllm, inputs.arch.vocab_size)
         needs = needs_of(config) if trains else Needs()
         leader.loop.run(settle(leader, needs, colocated=config.vllm.colocated))
-    groups.control.meet("the servers to release their memory")
+    groups.control.barrier("the servers to release their memory")
     return leader
 
 

@@ -211,8 +211,8 @@ def _parts(inputs: Inputs, completion: Completion) -> list[tuple[str, str]]:
 
 def _gathered(mine: list[Entry], rollout: Rollout, groups: ParallelGroups) -> list[Entry]:
     """Return on the first rank the entries of all data-parallel ranks, in the order of the records, with the
-    answers that the graders extracted. Collective over the first ranks of the model copies."""
-    if not groups.first_of_copy:
+    answers that the graders extracted. Collective over the first ranks of the model replicas."""
+    if not groups.is_replica_leader:
         return []
     own = (mine, {number: graded.answer for number, graded in rollout.grades.items()})
     parts = [own]
@@ -226,5 +226,5 @@ def _gathered(mine: list[Entry], rollout: Rollout, groups: ParallelGroups) -> li
 
 def shared(metrics: dict[str, float], groups: ParallelGroups) -> dict[str, float]:
     """Return the first rank's metrics on all ranks. Collective, after a meeting of all ranks."""
-    groups.control.meet("the metrics of an evaluation")
+    groups.control.barrier("the metrics of an evaluation")
     return agreed(metrics, groups)

@@ -130,7 +130,7 @@ def _opened(
     """Lock the results folder; yield its file of completions on the first rank, else None. Collective."""
     what = "the results folder to be opened"
     if dist.get_rank() != 0:
-        groups.control.meet(what)
+        groups.control.barrier(what)
         yield None
         return
     config, sets = inputs.config, sets_of(inputs)
@@ -147,7 +147,7 @@ def _opened(
         lock = FolderLock(out, pause=wait.check)
     try:
         file = RecordFile(out, manifest, problems, asked, check=lock.check)
-        groups.control.meet(what)
+        groups.control.barrier(what)
         yield file
     finally:
         lock.release()

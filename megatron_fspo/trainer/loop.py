@@ -83,7 +83,7 @@ def train_step(run: Training) -> dict[str, float]:
     log.activity.step = number
     metrics: dict[str, float] = {}
     with resumable(run, metrics):
-        groups.control.meet("the first rank to write its records")
+        groups.control.barrier("the first rank to write its records")
 
         def respond(request: Request) -> Rollout:
             total = len(request.prompts) * request.samples // groups.dp.size()

@@ -295,7 +295,7 @@ def profiled(config: Config, backend: Backend, control: Control, log: RunLog, st
     """
     first, last = config.log.profile or (0, 0)
     # Outside of collectives, as the first rank may still write metrics and remove old checkpoints.
-    control.meet("the first rank to write its records")
+    control.barrier("the first rank to write its records")
     wish = config.run_folder / PROFILE_WISH
     wished = dist.get_rank() == 0 and wish.exists()
     if wished:

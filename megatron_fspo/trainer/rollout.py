@@ -87,7 +87,7 @@ class Rollout:
     )
     """float64: total time of the environment's replies."""
     held: Mapping[int, Completion]
-    """Responses that this rank holds, by number; only the first rank of each model copy holds any."""
+    """Responses that this rank holds, by number; only the first rank of each model replica holds any."""
     grades: Mapping[int, Grade]
     """Grades that this rank computed, by number; not always of responses that it holds."""
     route_problem: str = ""
@@ -351,10 +351,10 @@ def _bring(
     dtype: torch.dtype,
     size: int,
 ) -> Tensor:
-    """Return [size]: a field of all responses that this rank's model copy trains on and that have it, ordered
+    """Return [size]: a field of all responses that this rank's replica trains on and that have it, ordered
     by owner. Collective."""
-    # The first ranks of the model copies exchange values and broadcast them within their copies.
-    if groups.first_of_copy:
+    # The first ranks of the model replicas exchange values and broadcast them within their copies.
+    if groups.is_replica_leader:
         rows = [[getattr(rollout.held[n], name) for n in to if n in rollout.held] for to in wanted]
         outgoing = [[as_row(row, dtype).flatten() for row in some if row is not None] for some in rows]
         flat, _ = exchange(outgoing, dtype, group=groups.dp)

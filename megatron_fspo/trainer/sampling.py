@@ -73,10 +73,10 @@ class Request:
 
 def make_grader(config: Config, groups: ParallelGroups) -> Grader | None:
     """Return the grader of a rank that receives responses from the sampler: the first rank of the job with
-    vLLM servers, otherwise the first rank of each model copy. None on other ranks, so that each response is
+    vLLM servers, otherwise the first rank of each replica. None on other ranks, so that each response is
     graded once, by rewards that may be slow, random or remote."""
     servers = config.rollout.engine == "vllm"
-    if not (dist.get_rank() == 0 if servers else groups.first_of_copy):
+    if not (dist.get_rank() == 0 if servers else groups.is_replica_leader):
         return None
     grader = Grader(config.reward, max_response_tokens=config.rollout.max_response_tokens)
     threading.Thread(target=_watch, args=(grader, groups.control), name="grades", daemon=True).start()
@@ -86,7 +86,7 @@ def make_grader(config: Config, groups: ParallelGroups) -> Grader | None:
 def _watch(grader: Grader, control: Control) -> None:
     """Interrupt reward calls that take too long, from a separate thread, as they may slow down the main one.
     If a call holds the GIL, the process ends and prints the tracebacks of its threads."""
-    limit = control.patience.wait
+    limit = control.timeouts.wait
     while not grader.closed.wait(SLICE):
         grader.interrupt(1.0 if control.stop_requested else limit)
         faulthandler.dump_traceback_later(limit + _SLACK_SECONDS, exit=True, file=2)
@@ -203,7 +203,7 @@ def collect_and_grade(
     """
     completions = request.pending(progress, stops=stops)
     held: dict[int, Completion] = {}
-    if groups.first_of_copy:
+    if groups.is_replica_leader:
         for position, row in zip(request.mine, completions, strict=True):
             held |= dict(enumerate(row, start=position * request.samples))
     grades, failures = _awaited(request.grades, groups.control, progress, stops=stops)
@@ -215,8 +215,8 @@ def collect_and_grade(
     for number in failures:
         table[number, GRADES] = math.nan
     # Long enough for a rank to sample and then to wait for grades, whose time-out error names the prompt.
-    groups.control.meet(
-        "responses and their grades", seconds=2 * groups.control.patience.wait + _SLACK_SECONDS
+    groups.control.barrier(
+        "responses and their grades", seconds=2 * groups.control.timeouts.wait + _SLACK_SECONDS
     )
     table = summed_over_all(table, inputs.backend.device)
     if table.isnan().any():  # on every rank
@@ -230,7 +230,7 @@ def _awaited(
     """Wait for the grades; return those before the first failure, and number → failure. The failure is None
     if a stop request ended the wait."""
     grades: dict[int, Grade] = {}
-    limit = control.patience.wait
+    limit = control.timeouts.wait
     # Two slices more, so that _watch interrupts the call first: the error then names its line of code.
     too_late, stop_by = time.monotonic() + limit + 2 * SLICE, math.inf
     problem = f"gave no grade in {limit:g} s (parallel.wait_seconds)"

@@ -156,7 +156,7 @@ def end_of_step(run: Training, folder: RunFolder, metrics: dict[str, float]) -> 
     ``metrics``. After all of this raise ``RewardError`` if the evaluation failed, or ``StopRequested``."""
     config, state, log = run.inputs.config, run.state, run.log
     options, last = config.checkpoint, state.step == config.run.steps
-    stopping = run.groups.control.meet(f"the end of step {state.step}")
+    stopping = run.groups.control.barrier(f"the end of step {state.step}")
     failed: RewardError | None = None
     try:
         yield

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from launch import run_worker
 from megatron_fspo.mcore.state import offload
-from megatron_fspo.mcore.state.offload import Lendable, starts
+from megatron_fspo.mcore.state.offload import Offloadable, starts
 
 HIDDEN, FFN, LAYERS, VOCABULARY = 4096, 12288, 36, 151936
 QWEN3_8B = [2 * HIDDEN * VOCABULARY] * 2 + [
@@ -54,7 +54,7 @@ def test_host_memory_is_kept_until_more_is_lent(monkeypatch: pytest.MonkeyPatch)
         torch.tensor(3.0),
         torch.rand(64, 65).bfloat16(),
     ]
-    memory = Lendable(lambda: iter(tensors))
+    memory = Offloadable(lambda: iter(tensors))
     for calls in (1, 1, 2):
         if calls == 2:
             tensors.append(torch.rand(3000))  # as moments are there after the first step

@@ -35,9 +35,9 @@ def longer_than_a_collective(rank: int) -> None:
         assert options._timeout == timedelta(seconds=COLLECTIVE), options._timeout
     if rank == 0:
         time.sleep(COLLECTIVE + 4)
-        groups.control.tell("done")
+        groups.control.broadcast("done")
     else:
-        assert groups.control.hear("the responses") == "done"
+        assert groups.control.receive("the responses") == "done"
     assert share(rank, group=groups.dp) == 0
 
 
@@ -55,7 +55,7 @@ def first_is_killed(rank: int) -> None:
     if rank == 0:
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
-    control.hear("the responses")
+    control.receive("the responses")
 
 
 CASES: list[Callable[[int], None]] = [longer_than_a_collective, fails_before_it_joins, first_is_killed]

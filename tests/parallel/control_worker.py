@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.job.control import JobControl
-from megatron_fspo.parallel.control import Control, Patience
+from megatron_fspo.parallel.control import Control, Timeouts
 
 SILENCE, GRACE = 8.0, 2.0
 SHORT, LONG = 3.0, SILENCE + 3.0
@@ -42,17 +42,17 @@ def wait_for_servers(control: Control) -> None:
 
 
 def follower_dies(control: Control, rank: int) -> None:
-    die() if rank == 1 else wait_for_servers(control) if rank == 0 else control.hear("the responses")
+    die() if rank == 1 else wait_for_servers(control) if rank == 0 else control.receive("the responses")
 
 
 def first_dies(control: Control, rank: int) -> None:
-    die() if rank == 0 else control.hear("the responses")
+    die() if rank == 0 else control.receive("the responses")
 
 
 def grader_dies(control: Control, rank: int) -> None:
     if rank == 2:
         die()
-    control.meet("the grades")
+    control.barrier("the grades")
 
 
 def grader_fails(control: Control, rank: int) -> None:
@@ -61,7 +61,7 @@ def grader_fails(control: Control, rank: int) -> None:
         time.sleep(1)
         control.fail(ValueError("no such answer"))
     elif rank == 0:
-        control.meet("the grades")
+        control.barrier("the grades")
     else:
         time.sleep(300)
 
@@ -69,7 +69,7 @@ def grader_fails(control: Control, rank: int) -> None:
 def stopped_for_short(control: Control, rank: int) -> None:
     if rank == 1:
         stand_still()
-    control.meet("the grades")
+    control.barrier("the grades")
 
 
 def stopped_in_a_collective(control: Control, rank: int) -> None:
@@ -95,9 +95,9 @@ def be_rank(work: Callable[[Control, int], None], rank: int, folder: Path) -> in
     while not (folder / "port").exists():
         time.sleep(0.05)
     store = TCPStore("127.0.0.1", int((folder / "port").read_text()), is_master=False)
-    patience = Patience(silence=SILENCE, grace=GRACE)
-    control = JobControl(PrefixStore(work.__name__, store).clone(), rank, RANKS, patience)
-    control.meet("the start")
+    timeouts = Timeouts(silence=SILENCE, grace=GRACE)
+    control = JobControl(PrefixStore(work.__name__, store).clone(), rank, RANKS, timeouts)
+    control.barrier("the start")
     began, said = time.monotonic(), "done"
     try:
         work(control, rank)

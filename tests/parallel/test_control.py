@@ -15,18 +15,18 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from megatron_fspo.errors import InputError, StopRequested, TrainingError
-from megatron_fspo.job.control import JobControl, Silence
-from megatron_fspo.parallel.control import Control, Patience
+from megatron_fspo.job.control import HeartbeatTimer, JobControl
+from megatron_fspo.parallel.control import Control, Timeouts
 
 T = TypeVar("T")
 
-QUICK = Patience(wait=20.0, silence=2.0, grace=0.5)
+QUICK = Timeouts(wait=20.0, silence=2.0, grace=0.5)
 
 
 class Job:
     """Ranks, and which of their processes were ended."""
 
-    def __init__(self, size: int, patience: Patience) -> None:
+    def __init__(self, size: int, timeouts: Timeouts) -> None:
         self.store = HashStore()
         self.ended: list[int] = []
         self.ranks = [
@@ -34,7 +34,7 @@ class Job:
                 self.store,
                 rank,
                 size,
-                patience,
+                timeouts,
                 end=lambda _, rank=rank: self.ended.append(rank),
                 speaks=False,
             )
@@ -63,8 +63,8 @@ def wait_long(control: Control, what: str, **more: bool) -> None:
 
 
 @contextmanager
-def job(size: int = 3, patience: Patience = QUICK) -> Iterator[Job]:
-    jobs = Job(size, patience)
+def job(size: int = 3, timeouts: Timeouts = QUICK) -> Iterator[Job]:
+    jobs = Job(size, timeouts)
     yield jobs
     jobs.run(lambda control, _: control.close())
 
@@ -87,18 +87,18 @@ def test_words_and_meetings_in_any_rhythm(seed: int) -> None:
         for number, what in enumerate(plan):
             time.sleep(mood.choice([0, 0, 0.01, 0.05]))
             if what == "word" and rank == 0:
-                control.tell(f"do {number}")
+                control.broadcast(f"do {number}")
             elif what == "word":
-                heard.append(control.hear("a word"))
+                heard.append(control.receive("a word"))
             elif what == "meet" or rank:
                 with lock:
                     came[rank] += 1
-                assert control.meet(f"meeting {number}", None if what == "meet" else [1, 2]) is False
+                assert control.barrier(f"meeting {number}", None if what == "meet" else [1, 2]) is False
                 ranks = range(3) if what == "meet" else (1, 2)
                 together = plan[: number + 1]
                 wanted = {0: together.count("meet"), 1: together.count("meet") + together.count("pair")}
                 assert all(came[other] >= wanted[min(other, 1)] for other in ranks)
-        control.meet("the end")
+        control.barrier("the end")
         return heard
 
     with job() as ranks:
@@ -113,10 +113,10 @@ def test_words_and_meetings_in_any_rhythm(seed: int) -> None:
 def test_who_tells_goes_on_when_all_have_heard() -> None:
     def work(control: Control, rank: int) -> float:
         if rank == 0:
-            control.tell("together")
+            control.broadcast("together")
         else:
             time.sleep(0.4 * rank)
-            assert control.hear("a word") == "together"
+            assert control.receive("a word") == "together"
         return time.monotonic()
 
     with job() as ranks:
@@ -126,22 +126,22 @@ def test_who_tells_goes_on_when_all_have_heard() -> None:
 
 def test_alone() -> None:
     control = Control()
-    control.tell("word")
-    assert control.meet("nobody") is False
+    control.broadcast("word")
+    assert control.barrier("nobody") is False
     with control.waiting("nothing") as wait:
         wait.check()
     control.fail(ValueError("x"))
-    with pytest.raises(RuntimeError, match=r"hear\(\)"):
-        control.hear("a word")
+    with pytest.raises(RuntimeError, match=r"receive\(\)"):
+        control.receive("a word")
     control.request_stop()
-    assert control.meet("nobody") is True
+    assert control.barrier("nobody") is True
     with pytest.raises(StopRequested, match="wait for rain"), control.waiting("rain", stops=True) as wait:
         wait.check()
     with pytest.raises(TrainingError, match=r"waited 0\.05 s for rain$"):
         with control.waiting("rain", seconds=0.05) as wait:
             time.sleep(0.1)
             wait.check()
-    impatient = Control(Patience(wait=0.01))
+    impatient = Control(Timeouts(wait=0.01))
     with pytest.raises(TrainingError, match=r"waited 0\.01 s for rain \(parallel\.wait_seconds\)"):
         with impatient.waiting("rain") as wait:
             time.sleep(0.1)
@@ -153,7 +153,7 @@ def test_who_does_not_come_is_named() -> None:
         if rank == 1:
             time.sleep(2)
             return True
-        return control.meet("the grades", seconds=1)
+        return control.barrier("the grades", seconds=1)
 
     with job() as ranks:
         first, _, last = ranks.run(work)
@@ -174,7 +174,7 @@ def test_an_error_of_one_ends_the_waits_of_all(error: Exception, text: str) -> N
             control.fail(error)
             control.fail(RuntimeError("another"))  # the first counts
         elif rank == 1:
-            control.meet("the grades")
+            control.barrier("the grades")
         else:
             wait_long(control, "a server")
 
@@ -203,19 +203,19 @@ def test_a_silent_rank_is_named_whether_or_not_another_waits(
 ) -> None:
     """Who is in a collective cannot say that it waits. The first rank says it for itself then."""
     monkeypatch.setenv("LOCAL_RANK", "3")
-    patience = Patience(silence=1.0, grace=0.2)
-    with job(patience=patience) as ranks:
-        ranks.run(lambda control, _: control.meet("the start"))
-        time.sleep(2 * patience.beat)  # until all have said that they wait no more
+    timeouts = Timeouts(silence=1.0, grace=0.2)
+    with job(timeouts=timeouts) as ranks:
+        ranks.run(lambda control, _: control.barrier("the start"))
+        time.sleep(2 * timeouts.beat)  # until all have said that they wait no more
         began = time.monotonic()
         stand_still(ranks.ranks[1])
         if waits:
             with pytest.raises(TrainingError, match="rank 1 "):
-                ranks.ranks[2].meet("the grades")
+                ranks.ranks[2].barrier("the grades")
         while len(ranks.ended) < 2 and time.monotonic() < began + 10:
             time.sleep(0.05)
         assert sorted(ranks.ended) == [0, 2]
-        assert time.monotonic() - began < 1.2 + 2 * patience.beat + 2
+        assert time.monotonic() - began < 1.2 + 2 * timeouts.beat + 2
         problems = {ranks.ranks[rank].problem for rank in (0, 2)}
         assert len(problems) == 1
         problem = str(problems.pop())
@@ -226,7 +226,7 @@ def test_a_silent_rank_is_named_whether_or_not_another_waits(
 
 def test_who_was_stopped_itself_has_not_seen_silence() -> None:
     """All processes of a starved machine stand still together; who wakes up first must not blame the next."""
-    silence = Silence(QUICK)
+    silence = HeartbeatTimer(QUICK)
     assert silence.look("a beat") == 0
     silence._looked -= 1000
     assert 0 < silence.look("a beat") <= QUICK.silence / 2
@@ -248,7 +248,7 @@ def test_a_store_that_does_not_answer_or_is_gone(gone: bool) -> None:
             r"is gone, .*: Connection was likely closed" if gone else r"has not answered for [23] s: is the"
         )
         with pytest.raises(TrainingError, match=text):
-            ranks.ranks[0].meet("the grades")
+            ranks.ranks[0].barrier("the grades")
         answers.set()
         time.sleep(1)
         assert 0 in ranks.ended and (1 not in ranks.ended or not gone)
@@ -256,10 +256,10 @@ def test_a_store_that_does_not_answer_or_is_gone(gone: bool) -> None:
 
 def test_a_stop_is_everybodys_and_decided_alike() -> None:
     def work(control: Control, rank: int) -> list[bool]:
-        stops = [control.meet("step 1")]
+        stops = [control.barrier("step 1")]
         if rank == 1:
             control.request_stop()
-        return [*stops, control.meet("step 2"), control.meet("step 3")]
+        return [*stops, control.barrier("step 2"), control.barrier("step 3")]
 
     with job() as ranks:
         assert ranks.run(work) == [[False, True, True]] * 3
@@ -274,10 +274,10 @@ def test_a_stop_on_another_rank_ends_a_wait_that_may_end() -> None:
         if rank == 2:
             control.request_stop()
         if rank:
-            return control.hear("the responses")
+            return control.receive("the responses")
         with pytest.raises(StopRequested):
             wait_long(control, "the servers", stops=True)
-        control.tell("stop")
+        control.broadcast("stop")
         return "stop"
 
     with job() as ranks:

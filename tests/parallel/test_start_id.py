@@ -67,13 +67,13 @@ leave_uncompiled()
 from megatron_fspo.mcore.machine.backend import choose_backend
 from megatron_fspo.mcore.machine.startup import job, join
 with job():
-    join(choose_backend("cpu")).meet("a meeting")
+    join(choose_backend("cpu")).barrier("a meeting")
     tries = Path(sys.argv[1], os.environ["RANK"])
     with tries.open("a") as file:
         file.write("x")
     if os.environ["RANK"] == "1" and len(tries.read_text()) < 2:
         raise InputError("a disk that is full, say")
-    join(choose_backend("cpu")).meet("another meeting")
+    join(choose_backend("cpu")).barrier("another meeting")
 """
 
 

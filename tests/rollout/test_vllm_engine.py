@@ -245,8 +245,8 @@ class Recorded(Control):
         self.said: list[str] = []
         self.heard: Callable[[], object] = lambda: None
 
-    def tell(self, word: str) -> None:
-        self.said.append(word)
+    def broadcast(self, message: str) -> None:
+        self.said.append(message)
         self.heard()
 
     def fail(self, error: BaseException) -> None:

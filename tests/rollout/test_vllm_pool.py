@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.rollout.client.answers import BadAnswer
-from megatron_fspo.rollout.client.pool import MAX_LOSSES, CompletionRequest, Pool
+from megatron_fspo.rollout.client.pool import MAX_DISCONNECTS, CompletionRequest, Pool
 from megatron_fspo.rollout.client.server import Server, ServerLost
 from megatron_fspo.rollout.sampling import stream_seed
 from megatron_fspo.types import Completion, Prompt
@@ -214,9 +214,9 @@ async def test_a_server_with_old_weights_is_lost(pool: Pool, fakes: list[FakeSer
 async def test_a_request_that_kills_every_server_stops_the_run(pool: Pool, fakes: list[FakeServer]) -> None:
     for fake in fakes:
         fake.always = "close"
-    with pytest.raises(TrainingError, match=f"request 0 lost its server {MAX_LOSSES} times: http"):
+    with pytest.raises(TrainingError, match=f"request 0 lost its server {MAX_DISCONNECTS} times: http"):
         await pool.generate(requests(1))
-    assert sum(len(fake.arrived) for fake in fakes) == MAX_LOSSES
+    assert sum(len(fake.arrived) for fake in fakes) == MAX_DISCONNECTS
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_any_trouble_that_ends_loses_nothing(trouble: list[list[str | int]], cou
         assert sorted(calls) == list(range(count))
         assert all(fake.most_open <= 3 for fake in fakes)
 
-    # Five attempts, so that no request is lost MAX_LOSSES times.
+    # Five attempts, so that no request is lost MAX_DISCONNECTS times.
     run(work, count=len(trouble), attempts=5, max_in_flight_per_server=3)
 
 

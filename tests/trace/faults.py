@@ -97,8 +97,8 @@ def read_early() -> Any:
 
 
 def not_lent() -> Any:
-    lend = offload.Lendable.lend
-    return _replaced(offload.Lendable, "lend", lambda self: lend(self) if self._kept else None)
+    lend = offload.Offloadable.lend
+    return _replaced(offload.Offloadable, "lend", lambda self: lend(self) if self._kept else None)
 
 
 def short_rows() -> Any:

@@ -83,7 +83,7 @@ def rollout_and_completions(policy: Policy) -> tuple[Rollout, list[Completion]]:
         )
         table.append(describe(completion, owner))
         completions.append(completion)
-        if groups.first_of_copy and owner == groups.dp.rank():
+        if groups.is_replica_leader and owner == groups.dp.rank():
             held[number] = completion
     rollout = rollout_of(prompts, SAMPLES, torch.tensor(table, dtype=torch.float64), held)
     pattern = torch.tensor([1.0, 0.0, -1.5])

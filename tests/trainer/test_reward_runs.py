@@ -15,7 +15,7 @@ import pytest
 from launch import forked, why
 from megatron_fspo.config import Reward
 from megatron_fspo.errors import RewardError
-from megatron_fspo.parallel.control import Control, Patience
+from megatron_fspo.parallel.control import Control, Timeouts
 from megatron_fspo.rewards import Failure, Grade, Grader
 from megatron_fspo.trainer.sampling import _awaited, _watch, raise_first
 from megatron_fspo.types import Completion, Prompt
@@ -81,7 +81,7 @@ def awaited(
     reward: Reward, wait: float, *, stop_after: float | None = None, stops: bool = True
 ) -> tuple[dict[int, Grade], dict[int, Failure | None], float]:
     """What comes of a right and then two wrong responses, and the seconds."""
-    control = Control(Patience(wait=wait))
+    control = Control(Timeouts(wait=wait))
     began = time.monotonic()
     with Grader(reward, max_response_tokens=10) as grader:
         threading.Thread(target=_watch, args=(grader, control), daemon=True).start()
@@ -128,7 +128,7 @@ def test_verdicts_of_frozen_workers_are_failures() -> None:
             if "rewards.worker" in " ".join(process.cmdline()):
                 process.suspend()
         pending = {i: grader.submit(prompt(r"\sqrt{2}", i), STOPPED, r"\boxed{2^{1/2}}") for i in (7, 9)}
-        verdicts, failures = _awaited(pending, Control(Patience(wait=0.5)), None, stops=True)
+        verdicts, failures = _awaited(pending, Control(Timeouts(wait=0.5)), None, stops=True)
     assert not verdicts and failures[7] is not None and failures[7].prompt.index == 7
 
 

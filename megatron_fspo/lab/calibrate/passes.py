@@ -291,5 +291,7 @@ def as_rollout(rows: list[Row], groups: ParallelGroups) -> Rollout:
         for _, ids in rows
     ]
     table = torch.tensor([describe(one, i % size) for i, one in enumerate(completions)])
-    held = {i: one for i, one in enumerate(completions) if i % size == rank} if groups.first_of_copy else {}
+    held = (
+        {i: one for i, one in enumerate(completions) if i % size == rank} if groups.is_replica_leader else {}
+    )
     return rollout_of(prompts, 1, table.double(), held)

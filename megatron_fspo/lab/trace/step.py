@@ -29,7 +29,7 @@ from megatron_fspo.mcore.state.hf_weights import fill, hf_tensors
 from megatron_fspo.mcore.state.offload import Offload
 from megatron_fspo.packing.pack import PackLayout, plan_step
 from megatron_fspo.packing.zigzag import padded_length
-from megatron_fspo.parallel.control import Control, Patience
+from megatron_fspo.parallel.control import Control, Timeouts
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.record.log import RunLog
 from megatron_fspo.rollout.client.weights import Bucket, in_buckets
@@ -50,7 +50,7 @@ def take_step(request: Request, watch: Watch) -> dict[str, Any]:
     """Take the step; ``watch`` sees it. Returns facts beside the trace: ``state``, bytes held between steps;
     ``left``, those that stay while servers have the GPU; ``micro_batches`` and ``groups``."""
     dist.init_process_group("fake", store=FakeStore(), rank=request.rank, world_size=request.world)
-    startup._control = Control(Patience(wait=60, silence=60))  # alone: no rank is waited for
+    startup._control = Control(Timeouts(wait=60, silence=60))  # alone: no rank is waited for
     fault: Any = nullcontext()
     if request.fault is not None:
         module, _, name = request.fault.partition(":")
@@ -242,7 +242,7 @@ def _rollout(config: Config, layout: PackLayout, groups: ParallelGroups) -> tupl
         )
         rank = owner[number % len(lengths)]
         rows.append(describe(completion, rank, 1.0, 1.0))
-        if groups.first_of_copy and rank == layout.data_rank:
+        if groups.is_replica_leader and rank == layout.data_rank:
             held[number] = completion
     table = torch.tensor(rows, dtype=torch.float64)
     advantages = torch.ones(len(rows), dtype=torch.float64)

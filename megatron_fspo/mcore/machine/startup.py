@@ -28,7 +28,7 @@ from megatron_fspo.job.control import JobControl
 from megatron_fspo.job.parent import end_with_parent
 from megatron_fspo.job.start_id import agree_on_start_id
 from megatron_fspo.mcore.machine.backend import Backend
-from megatron_fspo.parallel.control import Control, Patience
+from megatron_fspo.parallel.control import Control, Timeouts
 from megatron_fspo.parallel.groups import ParallelGroups
 
 _jobs = itertools.count()
@@ -46,7 +46,7 @@ def job() -> Iterator[None]:
     try:
         yield
         if _control is not None:
-            _control.meet("the end of the run")
+            _control.barrier("the end of the run")
     except BaseException as error:
         others = _control is not None or "MASTER_ADDR" in os.environ
         if others and not (isinstance(error, SystemExit) and not error.code):
@@ -68,7 +68,7 @@ def join(backend: Backend, *, parallel: Parallel | None = None) -> Control:
     # At exit the interpreter would otherwise collect garbage in torch and Megatron, for seconds.
     atexit.register(gc.freeze)
     _control = _connect(parallel)
-    _control.meet("the ranks to start", seconds=parallel.collective_seconds)
+    _control.barrier("the ranks to start", seconds=parallel.collective_seconds)
     if dist.is_initialized():
         return _control
     store, rank, world_size = _rendezvous(parallel)
@@ -82,21 +82,21 @@ def join(backend: Backend, *, parallel: Parallel | None = None) -> Control:
         device_id=backend.device if backend.device.type == "cuda" else None,
     )
     # A rank that left as soon as it is connected would break the group for those still connecting.
-    _control.meet("the ranks to connect", seconds=parallel.collective_seconds)
+    _control.barrier("the ranks to connect", seconds=parallel.collective_seconds)
     return _control
 
 
 def _connect(parallel: Parallel) -> Control:
     """Start the job's control (waits and heartbeat), on its own connection to the store."""
     store, rank, world_size = _rendezvous(parallel)
-    patience = Patience(wait=parallel.wait_seconds, silence=parallel.silence_seconds)
+    timeouts = Timeouts(wait=parallel.wait_seconds, silence=parallel.silence_seconds)
     if world_size == 1:
-        return Control(patience)
+        return Control(timeouts)
     return JobControl(
         PrefixStore(f"megatron_fspo/control/{next(_jobs)}", store.clone()),  # type: ignore[attr-defined]
         rank,
         world_size,
-        patience,
+        timeouts,
         # The store is in torchrun's agent, or else in the first rank.
         hosts=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         speaks=os.environ.get("LOCAL_RANK", "0") == "0",

@@ -4,7 +4,7 @@ All rows of a cache are at the same position. To decode prompts of different len
 prefill as many tokens as the shortest prompt has; from then on, a row with prompt tokens left is fed the next
 one instead of a sampled token. So there is no padding and no attention mask, and positions are exact.
 
-All ranks of a model copy step together: tensor-parallel ranks compute their heads, pipeline stages run one
+All ranks of a model replica step together: tensor-parallel ranks compute their heads, pipeline stages run one
 after the other, and each context-parallel rank computes whole rows. With expert parallelism data-parallel
 ranks step together, too, as a row may need experts of any rank. Meant for small models, tests and the demo.
 
@@ -85,14 +85,14 @@ class _Rotary(Module):
 
 
 class Decoder:
-    """Decodes a batch of sequences token by token. Every rank of a model copy calls the same methods with the
+    """Decodes a batch of sequences token by token. Every rank of a replica calls the same methods with the
     same arguments. ``chunks`` are this rank's, unwrapped; ``vocab_size`` is without padding."""
 
     def __init__(self, chunks: Sequence[GPTModel], groups: ParallelGroups, *, vocab_size: int) -> None:
         self._chunks = list(chunks)
         self._pipeline = groups.pp
         self._sharers = (groups.tp, groups.cp, groups.pp)
-        self.leads = groups.first_of_copy
+        self.leads = groups.is_replica_leader
         self._shares_experts = groups.ep.size() > 1
         self._vocab_size = vocab_size
         self._length = 0
@@ -181,7 +181,7 @@ class Decoder:
                 layer.self_attention.core_attention.keep(rows)
 
     def settle(self, values: Tensor) -> Tensor:
-        """Return the first rank's values on all ranks of a model copy, so that all choose the same tokens."""
+        """Return the first rank's values on all ranks of a replica, so that all choose the same tokens."""
         return of_first_rank(values, *self._sharers)
 
 

@@ -36,7 +36,7 @@ def load_hf(model: Model, checkpoint: Path, *, seed: int = 0) -> None:
         InputError: the checkpoint is of another architecture than the model, or damaged.
     """
     loaded, groups = fill(model, open_checkpoint(checkpoint, model.arch)), model.groups
-    groups.control.meet(f"all ranks to read {checkpoint}")
+    groups.control.barrier(f"all ranks to read {checkpoint}")
     stage = gather_lists(loaded, group=groups.ep)
     check_coverage(gather_lists(stage, group=groups.pp), model.arch)
     fill_adapters(model, partial(first_values, seed=seed))
@@ -85,7 +85,7 @@ def export_hf(model: Model, out: Path, *, source: Path) -> None:
     else:
         for _ in tensors:
             pass
-    model.groups.control.meet(f"the first rank to write {out}")
+    model.groups.control.barrier(f"the first rank to write {out}")
 
 
 def export_adapters(model: Model, out: Path, *, base: Path) -> None:
@@ -95,7 +95,7 @@ def export_adapters(model: Model, out: Path, *, base: Path) -> None:
     tensors = [(name, tensor.cpu()) for name, tensor in adapter_tensors(model)]
     if dist.get_rank() == 0:
         write_adapters(out, tensors, adapters, base)
-    model.groups.control.meet(f"the first rank to write {out}")
+    model.groups.control.barrier(f"the first rank to write {out}")
 
 
 def adapter_tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
@@ -144,7 +144,7 @@ def hf_tensors(
     copy = [stage * stage_size + at for stage in range(groups.pp.size()) for at in range(places)]
     for stage in range(groups.pp.size()):
         # The consumer may be slow, such as a disk. Meet, so that a collective waits for one tensor at most.
-        groups.control.meet(f"the first rank to request the weights of pipeline stage {stage}", copy)
+        groups.control.barrier(f"the first rank to request the weights of pipeline stage {stage}", copy)
         if place == 0:
             yield from _from_stage(mine, stage, groups.pp, model.backend.device)
         elif stage == groups.pp.rank():

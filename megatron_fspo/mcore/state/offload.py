@@ -26,7 +26,7 @@ _TOUCHING = 8
 """Threads that touch pages before they are pinned."""
 
 
-class Lendable:
+class Offloadable:
     """Tensors of a rank whose memory can be lent.
 
     Args:
@@ -100,14 +100,14 @@ class Offload:
 
         self._models = (model, *others)
         self._device = model.backend.device
-        self._weights = Lendable(weights)
+        self._weights = Offloadable(weights)
         # In float32 the optimizer updates the weights' own storages; these belong to the weights.
-        self._rest = [Lendable(state, but=weights)]
+        self._rest = [Offloadable(state, but=weights)]
         if isinstance(model, Policy):
             buffers = [
                 b for module in model.modules for b in (*module.buffers, *module.expert_parallel_buffers)
             ]
-            self._rest.append(Lendable(lambda: (buffer.grad_data for buffer in buffers), kept=False))
+            self._rest.append(Offloadable(lambda: (buffer.grad_data for buffer in buffers), kept=False))
 
     def hold(self, *, weights: bool, rest: bool) -> None:
         """Choose whether the weights, and the rest (optimizer, gradients, other models), are on the device.

@@ -152,7 +152,7 @@ class VLLMEngine:
                 try:
                     wait.check()
                 except StopRequested:
-                    self._control.tell("stop")
+                    self._control.broadcast("stop")
                     raise
                 try:
                     event = self._events.get(timeout=SLICE)
@@ -164,7 +164,7 @@ class VLLMEngine:
                     self._enter(Turn.SERVERS)
                     leader.loop.run(_answer(admitted, same))
             completions = work.result()
-            self._control.tell("done")
+            self._control.broadcast("done")
         return completions
 
     async def _admit(self, server: Server) -> bool:
@@ -174,7 +174,7 @@ class VLLMEngine:
         return await admitted
 
     def _hand_out(self, done: Sequence[Completion], samples: int, wanted: range) -> list[list[Completion]]:
-        """Send the first rank of each model copy the completions of its prompts; others get an empty list."""
+        """Send the first rank of each replica the completions of its prompts; others get an empty list."""
         groups = self.groups
         if not groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0:
             return []
@@ -187,15 +187,15 @@ class VLLMEngine:
 
     def _follow(self, what: str) -> None:
         """Follow the first rank's instructions until it is done. For all other ranks."""
-        while (word := self._control.hear(what)) != "done":
-            if word == "stop":
+        while (message := self._control.receive(what)) != "done":
+            if message == "stop":
                 raise StopRequested(f"a stop was requested during the wait for {what}")
-            if word == "score":
+            if message == "score":
                 self.trainer.score(self.canary_sequences)
-            elif word.startswith(_TURN):
-                self._take(Turn(word.removeprefix(_TURN)))
+            elif message.startswith(_TURN):
+                self._take(Turn(message.removeprefix(_TURN)))
             else:
-                for _ in self._tensors(word)():
+                for _ in self._tensors(message)():
                     pass
 
     def rest(self) -> None:
@@ -212,7 +212,7 @@ class VLLMEngine:
             return
         with self._leading():
             self._enter(turn)
-            self._control.tell("done")
+            self._control.broadcast("done")
 
     def _enter(self, turn: Turn, servers: Sequence[Server] = ()) -> None:
         """Begin a turn on the first rank; the others follow. Memory is released before any is allocated.
@@ -224,7 +224,7 @@ class VLLMEngine:
         began = time.perf_counter()
         if turn is not Turn.SERVERS:
             loop.run(turns.sleep(loop.run(pool.reachable())))
-        self._control.tell(f"{_TURN}{turn.value}")
+        self._control.broadcast(f"{_TURN}{turn.value}")
         self._take(turn)
         if turn is Turn.SERVERS:
             loop.run(turns.wake(loop.run(pool.reachable())))
@@ -237,7 +237,7 @@ class VLLMEngine:
         assert self.memory is not None
         self._turn = turn
         self.memory.hold(weights=turn is not Turn.SERVERS, rest=turn is Turn.TRAINER)
-        self._control.meet(f"the memory of all ranks for the turn of the {turn.value}")
+        self._control.barrier(f"the memory of all ranks for the turn of the {turn.value}")
 
     def update_weights(self, version: int) -> None:
         """Send the trainer's weights to every server and verify them there. Collective.
@@ -255,7 +255,7 @@ class VLLMEngine:
             return
         with self._leading():
             self._update_all(self.leader.loop, self.leader.pool)
-            self._control.tell("done")
+            self._control.broadcast("done")
 
     def _update_all(self, loop: Loop, pool: Pool) -> None:
         for _ in range(ATTEMPTS):
@@ -286,7 +286,7 @@ class VLLMEngine:
             self._enter(Turn.UPDATE, servers)
         except ServerLost as error:
             return error
-        self._control.tell("score")
+        self._control.broadcast("score")
         want = self.trainer.score(self.canary_sequences)
         assert want is not None
         if self.trainer.base is not None and not self._base:
@@ -329,7 +329,7 @@ class VLLMEngine:
 
     def _gather(self, what: str) -> Iterator[tuple[str, Tensor]]:
         """Yield weights gathered from all ranks. The others start when the first tensor is requested."""
-        self._control.tell(what)
+        self._control.broadcast(what)
         yield from self._tensors(what)()
 
     def _tensors(self, what: str) -> Callable[[], Iterator[tuple[str, Tensor]]]:

@@ -25,7 +25,7 @@ Admit = Callable[[Server], Awaitable[bool]]
 """Called before a lost server returns to rotation; loads the current weights into it. False, or
 :class:`~megatron_fspo.rollout.client.server.ServerLost`, keeps it out until the next probe."""
 
-MAX_LOSSES = 8
+MAX_DISCONNECTS = 8
 """A request that loses its server this often in a row is considered the cause, and stops the run."""
 
 
@@ -52,7 +52,7 @@ class _Slot:
 
     server: Server
     up: bool = True
-    losses: int = 0
+    disconnects: int = 0
     reason: str = ""
     """Why it is out of rotation."""
     open: int = 0
@@ -62,7 +62,7 @@ class _Slot:
 
     def take_out(self, reason: str) -> None:
         self.up = False
-        self.losses += 1
+        self.disconnects += 1
         self.reason = reason
 
 
@@ -203,17 +203,17 @@ class Pool:
         """Sample turn after turn, with the environment's replies, and retry turns whose server is lost."""
         place, trajectory = next(self._turns), Trajectory(request.prompt, request.params)
         near: list[_Slot] = []
-        losses = 0
+        disconnects = 0
         while trajectory.finish_reason is None:
             try:
                 turn = await self._ask(place, _next_turn(request, trajectory), oldest_version, near)
             except ServerLost as error:
-                losses += 1
-                if losses == MAX_LOSSES:
-                    what = f"rollout request {position} lost its server {losses} times: {error}"
+                disconnects += 1
+                if disconnects == MAX_DISCONNECTS:
+                    what = f"rollout request {position} lost its server {disconnects} times: {error}"
                     raise TrainingError(what) from None
                 continue
-            losses = 0
+            disconnects = 0
             if trajectory.add(turn):
                 trajectory.take(await self._reply(request, trajectory))
         completion = trajectory.completion()
@@ -243,7 +243,7 @@ class Pool:
         while True:
             slot = await self._wait_for_slot(place, near)
             near[:] = [slot]
-            losses = slot.losses
+            disconnects = slot.disconnects
             sampling = asyncio.create_task(self._sample(slot.server, request, oldest_version))
             slot.sampling.add(sampling)
             try:
@@ -251,7 +251,7 @@ class Pool:
                 if not sampling.cancelled():  # else the server left the rotation
                     return sampling.result()
             except ServerLost as error:
-                if slot.losses == losses:  # else another request has noticed the loss
+                if slot.disconnects == disconnects:  # else another request has noticed the loss
                     slot.take_out(str(error))
                 raise
             except asyncio.CancelledError:
