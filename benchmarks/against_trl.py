@@ -45,6 +45,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/against_trl.json")
     args = parser.parse_args()
     others = {"TRL": ("trl", ".venv-trl"), "verl": ("verl", ".venv-verl"), "plain torch": ("plain", ".venv")}
+    missing = [venv for _, venv in others.values() if not (ROOT / venv / "bin/python").exists()]
+    if missing:
+        raise SystemExit(f"make {' '.join(f'{venv}/.ready' for venv in missing)}")
     results = json.loads(args.out.read_text()) if args.out.exists() else {}
     for path in args.configs:
         job = job_of(path, args)
