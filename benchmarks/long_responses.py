@@ -106,12 +106,13 @@ def record(config: Config) -> Recorded:
     """Sample, score, update, and score again; one process of the trainer."""
     from megatron_fspo.mcore.model.policy import Model
     from megatron_fspo.mcore.state.hf_weights import export_hf, load_hf
+    from megatron_fspo.trainer.advantages import add_advantages
     from megatron_fspo.trainer.batch import pack_and_score
     from megatron_fspo.trainer.build import build
     from megatron_fspo.trainer.optimize import OptimizerStep, update
     from megatron_fspo.trainer.prepare import prepare
     from megatron_fspo.trainer.rollout import make_mini_batches, with_advantages
-    from megatron_fspo.trainer.sampling import add_advantages, collect_and_grade
+    from megatron_fspo.trainer.sampling import collect_and_grade
 
     inputs = prepare(config, world_size=1)
     run = build(inputs)
@@ -142,7 +143,7 @@ def record(config: Config) -> Recorded:
     batch, _ = pack_and_score(run, rollout)
     steps: list[OptimizerStep] = []
     for mini_batch in batch.mini_batches[:3]:
-        steps.append(update(run, batch, mini_batch, steps))
+        steps.append(update(run, batch, mini_batch, before=steps))
         print(f"update {len(steps)}: gradient norm {steps[-1].update.grad_norm:.3g}", flush=True)
         if len(steps) != 2:
             found["one" if len(steps) == 1 else "three"] = scored(run.policy) - before

@@ -29,7 +29,7 @@ _REASONS: dict[str, dict[str, str]] = {
         "make process.wait": "a run saves what it has; a second Ctrl-C ends the wait",
     },
     "mcore/passes/decode.py": {"_step dist.recv": "a collective has its own limit"},
-    "rewards/functions.py": {"_called work.result": _DONE},
+    "rewards/grader.py": {"_called work.result": _DONE},
     "rewards/grade.py": {"outcome one.result": _DONE},
     "rewards/pool.py": {
         "__init__ start.result": "START_SECONDS",

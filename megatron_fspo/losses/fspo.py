@@ -150,6 +150,7 @@ class FSPOLoss(Loss):
         return ConstantDualClip(ratio=self.dual_clip_ratio) if self.dual_clip == "constant" else None
 
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
+        # The reference for `verify` and tests; training uses objective().
         length, s = len(log_ratio), log_ratio.sum()[None]
         width = length ** (0.5 if self.exponent == "measured" else self.exponent)
         centre = self.drift_value * length if self.drift == "given" else 0.0

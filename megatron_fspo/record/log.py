@@ -208,7 +208,7 @@ class RunLog:
             raise
 
     @contextmanager
-    def phase(self, name: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    def phase(self, name: str, total: int = 1, unit: str = "") -> Iterator[Callable[[int], None]]:
         """A progress bar on a terminal, and the seconds of the phase as ``timing_s/<name>``."""
 
         def progress(count: int) -> None:

@@ -41,7 +41,7 @@ class VerifierEntry(NamedTuple):
 _ROOM = "megatron_fspo.rewards"
 _FAILS = ("timeout_rate", "parse_fail_rate")
 VERIFIERS = {
-    "format": VerifierEntry(f"{_ROOM}.functions:Format", ("parse_fail_rate",)),
+    "format": VerifierEntry(f"{_ROOM}.grader:Format", ("parse_fail_rate",)),
     "http": VerifierEntry(f"{_ROOM}.remote:Remote"),
     "math": VerifierEntry(f"{_ROOM}.math:Mathematics", (*_FAILS, "tier1", "tier2"), "math_verify", "math"),
     "reasoning_gym": VerifierEntry(f"{_ROOM}.gym:ReasoningGym", _FAILS, "reasoning_gym", "gym"),

@@ -1,6 +1,8 @@
 """The training loop.
 
-prompts → responses → rewards → advantages → packs → old log-probs → optimizer steps → weight update
+prompts → responses → rewards → advantages → packs of responses (micro-batches) → their log-probs before the
+first update (old log-probs) → optimizer steps → weights to the sampler: this is one step. "Collective" means
+that all ranks must call a function.
 """
 
 from __future__ import annotations
@@ -13,33 +15,34 @@ from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.job.folder import Resume
 from megatron_fspo.job.run_folder import hold_run_folder
 from megatron_fspo.mcore.machine.startup import join
+from megatron_fspo.trainer.advantages import add_advantages, check_spread, reward_metrics
 from megatron_fspo.trainer.batch import pack_and_score
 from megatron_fspo.trainer.build import build, export
 from megatron_fspo.trainer.dynamic import fill
 from megatron_fspo.trainer.evaluate import evaluate, responses_of
 from megatron_fspo.trainer.metrics import profiled, rank_metrics, speed_metrics, table, update_metrics
-from megatron_fspo.trainer.optimize import OptimizerStep, update
+from megatron_fspo.trainer.optimize import OptimizerStep, observe, update
 from megatron_fspo.trainer.prepare import Inputs, machine
-from megatron_fspo.trainer.reward_report import check_spread, reward_metrics
 from megatron_fspo.trainer.rollout import Rollout, sampling_metrics
-from megatron_fspo.trainer.sampling import Request, add_advantages, collect_and_grade
-from megatron_fspo.trainer.training import Draw, Training, end_of_step, end_save, resumable
+from megatron_fspo.trainer.sampling import Request, collect_and_grade
+from megatron_fspo.trainer.training import Draw, Training, end_of_step, finish_save, resumable
 
 
 def train(inputs: Inputs, *, resume: Resume, draw: Draw | None = None) -> bool:
-    """Train to the last step and export the model, as the only job in the run folder. Collective.
+    """Lock the run folder, train to the last step, and export the model. Collective.
 
-    ``resume`` is the value of ``--resume``; ``draw`` draws pictures for the trackers after an evaluation.
+    ``resume`` is the value of ``--resume``; ``draw`` returns pictures for the trackers after an evaluation.
 
     Returns:
-        False if SIGTERM stopped the run early, with a checkpoint from which it can resume.
+        False if SIGTERM stopped the run early. A checkpoint has the steps done, if any.
 
     Raises:
-        RewardError: a reward failed, or too many steps had no spread. A checkpoint has the steps done.
+        RewardError: a reward failed, or too many steps had no advantages. A checkpoint has the steps done.
+        TrainingError: as :func:`train_step`.
+        InputError: another job holds the run folder, or a checkpoint cannot be read.
     """
-    control = join(inputs.backend, parallel=inputs.config.parallel)
-    config, finished = inputs.config, True
-    every, steps = config.evaluation.every, config.run.steps
+    config, control = inputs.config, join(inputs.backend, parallel=inputs.config.parallel)
+    evaluate_every, last = config.evaluation.every, config.run.steps
     with hold_run_folder(config, control, resume) as folder:
         run = build(inputs, folder.checkpoints, older=resume == "auto")
         state, log = run.state, run.log
@@ -47,20 +50,21 @@ def train(inputs: Inputs, *, resume: Resume, draw: Draw | None = None) -> bool:
         with run.grader or nullcontext(), log.ending():
             signal.signal(signal.SIGTERM, lambda number, frame: control.request_stop())
             log.job(state.step, machine(inputs.backend))
+            finished = True
             try:
-                if every and not run.resumed:
+                if evaluate_every and not run.resumed:
                     log.step(0, _evaluate(run, draw))
-                while state.step < steps:
+                while state.step < last:
                     with profiled(config, inputs.backend, control, log, state.step + 1):
                         metrics = train_step(run)
                     state.step += 1
-                    with end_of_step(run, folder, metrics):
-                        if every and (state.step % every == 0 or state.step == steps):
+                    with end_of_step(run, folder, metrics):  # saves and logs, even if the evaluation fails
+                        if evaluate_every and (state.step % evaluate_every == 0 or state.step == last):
                             metrics |= _evaluate(run, draw)
                 run.engine.rest()
                 export(run.policy, config, log)
             except StopRequested:
-                end_save(state, config, log, wait=True)
+                finish_save(state, config, log, wait=True)
                 log.say(f"stopped by SIGTERM after step {state.step}; continue with --resume")
                 finished = False
             run.engine.close()
@@ -72,65 +76,66 @@ def train_step(run: Training) -> dict[str, float]:
     """Run one rollout and all optimizer steps on it; return the step's metrics. Collective.
 
     Raises:
-        StopRequested: a stop was requested. A checkpoint has all steps before this one, unless it is the
-            first, and ``--resume`` repeats it.
+        StopRequested: a stop was requested. A checkpoint has all steps before this one, if any; ``--resume``
+            repeats this one.
         RewardError: as :func:`train`.
-        TrainingError: the policy diverged. The weights are those before the optimizer step.
+        TrainingError: the policy diverged. The weights are those before the failed optimizer step.
     """
-    config, groups, state, log = run.inputs.config, run.groups, run.state, run.log
-    began, number = time.perf_counter(), state.step + 1
+    inputs, groups, state, log = run.inputs, run.groups, run.state, run.log
+    config, began, number = inputs.config, time.perf_counter(), state.step + 1
     log.timings.clear()
     log.activity.step = number
     metrics: dict[str, float] = {}
-    with resumable(run, metrics):
+    with resumable(run, metrics):  # until all optimizer steps are taken
         groups.control.barrier("the first rank to write its records")
-
-        def respond(request: Request) -> Rollout:
-            total = len(request.prompts) * request.samples // groups.dp.size()
-            with log.phase("gen", total, "response") as progress:
-                graded = collect_and_grade(run.inputs, groups, request, progress, stops=True)
-            return add_advantages(run.inputs, groups, graded)
-
-        responses = sampled = respond(run.queue.take(state.step))
-        rounds: dict[str, float] = {}
-        if config.rollout.dynamic_sampling:
-            responses, sampled, rounds, text = fill(
+        responses = sampled = _collect(run, run.queue.take(state.step))
+        if config.rollout.dynamic_sampling:  # groups of equal rewards are replaced
+            responses, sampled, rounds, note = fill(
                 responses,
-                lambda round_, prompts: respond(run.queue.further(state.step, round_, prompts)),
+                lambda round_, prompts: _collect(run, run.queue.further(state.step, round_, prompts)),
                 max_rounds=config.rollout.max_rounds,
             )
-            if text:
-                log.say(f"step {number}: {text}")
-        metrics |= sampling_metrics(sampled, environment=run.inputs.environment is not None) | rounds
-        metrics |= reward_metrics(sampled, run.inputs, log, number)
-        check_spread(sampled, run.inputs, groups, log, number)
-        run.queue.ask(state.step)  # the responses of later steps
+            metrics |= rounds
+            if note:
+                log.say(f"step {number}: {note}")
+        metrics |= sampling_metrics(sampled, environment=inputs.environment is not None)
+        metrics |= reward_metrics(sampled, inputs, log, number)
+        check_spread(sampled, inputs, groups, log, number)
+        run.queue.ask(state.step)  # responses of later steps, if rollout.max_staleness allows them
         run.raise_if_stopping()
         run.engine.rest()
 
-        batch, scores = pack_and_score(run, responses)
-        metrics |= scores
-        del responses, sampled  # frees memory: tokens are in the packs
+        batch, batch_metrics = pack_and_score(run, responses)
+        metrics |= batch_metrics
+        del responses, sampled  # frees memory: the packs have the tokens
         run.raise_if_stopping()
 
         steps: list[OptimizerStep] = []
-        total = len(batch.mini_batches) * config.batch.epochs
-        with log.phase("update_actor", total, "step") as progress:
-            for mini_batch in batch.mini_batches * config.batch.epochs:
-                steps.append(update(run, batch, mini_batch, steps))
+        mini_batches = batch.mini_batches * config.batch.epochs
+        with log.phase("update_actor", len(mini_batches), "step") as progress:
+            for mini_batch in mini_batches:
+                steps.append(update(run, batch, mini_batch, before=steps))
+                observe(steps[-1], state, groups, log, warm=batch.warm)
                 progress(1)
-                # If all steps before are saved, a resumed run can repeat this one; else it is completed.
-                if state.saved == state.step and len(steps) < total:
+                # Weights in the middle of a step are not saved, so it is given up only if all before it are.
+                if state.saved == state.step and len(steps) < len(mini_batches):
                     run.raise_if_stopping()
     metrics |= update_metrics(run, batch, steps)
     metrics |= rank_metrics(run.policy, groups, state, log, batch.packs.tokens * config.batch.epochs)
 
-    with log.phase("update_weights", 1, ""):
+    with log.phase("update_weights"):
         run.engine.update_weights(number)
     metrics |= run.engine.metrics() | {"training/weight_version": float(number)}
-
     log.timings["timing_s/step"] = time.perf_counter() - began
-    return metrics | speed_metrics(run.inputs, run.layout, batch.rollout, log.timings)
+    return metrics | speed_metrics(inputs, run.layout, batch.rollout, log.timings)
+
+
+def _collect(run: Training, request: Request) -> Rollout:
+    """Wait for responses and their grades; return them with advantages. Collective."""
+    total = len(request.prompts) * request.samples // run.groups.dp.size()
+    with run.log.phase("gen", total, "response") as progress:
+        graded = collect_and_grade(run.inputs, run.groups, request, progress, stops=True)
+    return add_advantages(run.inputs, run.groups, graded)
 
 
 def _evaluate(run: Training, draw: Draw | None) -> dict[str, float]:

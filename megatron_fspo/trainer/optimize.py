@@ -7,7 +7,7 @@
    reaching every gradient (0·NaN is NaN); or if it is far larger than recent ones
    (``optimizer.skip_norm_ratio``): clipping would bound the size of the step, but not its direction, and
    Adam's moments would keep it.
-5. Update the weights, and let the band of the loss learn from S.
+5. Update the weights. Then the band of the loss may learn from S.
 
 The weights do not change before 5., even if the run ends.
 """
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from megatron_fspo.config import Config, Optimizer
 from megatron_fspo.errors import Diverged, TrainingError
-from megatron_fspo.losses import LossState
 from megatron_fspo.mcore.model.policy import Update
 from megatron_fspo.mcore.model.policy_loss import PolicyLoss
 from megatron_fspo.packing.batch import Packs
@@ -54,7 +53,7 @@ class OptimizerStep:
     on_policy: bool
     """True if the policy had not moved since the old pass, so that S = 0."""
     measured: bool
-    """True if the band was measured from its records."""
+    """True if the band is measured from its records."""
     tokens: list[Piece]
     """Token log-probs of some of the records, for the run folder."""
     routers: Tensor | None
@@ -122,17 +121,12 @@ def update(
     if on_policy and (wrong := [r for r in records if r.counts and r.log_ratio_sum != 0]):
         log.say(_off_policy(state.step + 1, wrong, batch.rollout, config.fp8.recipe))
     moved = batch.stale or any(one.moved for one in before) or len(batch.sizes) * config.batch.epochs == 1
-    if measured := moved and not on_policy:
-        earlier, kl = state.loss.calibrated(), taken.metrics["fspo/kl_k3"]
-        observe(state.loss, records, kl_k3=kl, warm=batch.warm, groups=run.groups)
-        if (band := state.loss.calibrated()) != earlier:
-            log.say(f"step {state.step + 1}: the band from here on: {band}")
     return OptimizerStep(
         update=taken,
         records=records,
         num_sequences=packs.totals.num_sequences,
         on_policy=on_policy,
-        measured=measured,
+        measured=moved and not on_policy,
         tokens=tokens,
         routers=routers,
     )
@@ -239,11 +233,15 @@ def _off_policy(step: int, wrong: Sequence[SequenceRecord], rollout: Rollout, re
     )
 
 
-def observe(
-    loss: LossState, records: Sequence[SequenceRecord], *, kl_k3: float, warm: bool, groups: ParallelGroups
-) -> None:
-    """Update the loss's state from one off-policy mini-batch, identically on every rank. Collective."""
-    sums, lengths = as_tensors(records)
-    loss.observe(sums, lengths, kl_k3=kl_k3, sigma=sigma_of(records), warm=warm)
+def observe(step: OptimizerStep, state: State, groups: ParallelGroups, log: RunLog, *, warm: bool) -> None:
+    """Let the band of the loss learn from an optimizer step, if it is to be measured, identically on every
+    rank. ``warm``: the learning rate's warm-up was over. Collective."""
+    if not step.measured:
+        return
+    loss, before, kl = state.loss, state.loss.calibrated(), step.update.metrics["fspo/kl_k3"]
+    sums, lengths = as_tensors(step.records)
+    loss.observe(sums, lengths, kl_k3=kl, sigma=sigma_of(step.records), warm=warm)
     # Results may differ in rounding on other processors, so use the first rank's.
     loss.load_state_dict(agreed(loss.state_dict(), groups))
+    if (band := loss.calibrated()) != before:
+        log.say(f"step {state.step + 1}: the band from here on: {band}")

@@ -30,9 +30,8 @@ from torch import Tensor
 from megatron_fspo.config import Config, sections
 from megatron_fspo.data.cursor import PromptCursor
 from megatron_fspo.errors import RewardError, StopRequested
-from megatron_fspo.objective import group_normalized_advantages, leave_one_out_advantages
 from megatron_fspo.parallel.control import SLICE, Control
-from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
+from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.rewards import Failure, Grade, Grader, PendingGrade
 from megatron_fspo.rollout.engine import Pending, Progress, RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs
@@ -43,7 +42,6 @@ from megatron_fspo.trainer.rollout import (
     describe,
     rollout_of,
     routing_of,
-    with_advantages,
 )
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 
@@ -268,30 +266,6 @@ def summed_over_all(table: Tensor, device: torch.device) -> Tensor:
     table = table.to(device)
     dist.all_reduce(table)
     return table.cpu()
-
-
-def add_advantages(inputs: Inputs, groups: ParallelGroups, rollout: Rollout) -> Rollout:
-    """Add the first rank's advantages, which must agree, as zeros decide what is packed. Collective."""
-    by_group = (rollout.rewards.view(-1, rollout.samples), rollout.truncated.view(-1, rollout.samples))
-    advantages = advantages_of(inputs.config, *by_group).to(inputs.backend.device)
-    return with_advantages(rollout, of_first_rank(advantages, groups.dp_cp, groups.tp, groups.pp).cpu())
-
-
-def advantages_of(config: Config, rewards: Tensor, truncated: Tensor) -> Tensor:
-    """Return advantages [prompts, samples] from ``rewards`` and ``truncated`` (bool) of that shape. With
-    ``reward.truncated = drop``, groups consist of the other responses; one that remains alone gets 0."""
-    estimate = (
-        leave_one_out_advantages if config.loss.advantage == "leave_one_out" else group_normalized_advantages
-    )
-    if config.reward.truncated == "keep":
-        return estimate(rewards)
-    if config.reward.truncated == "zero_advantage":
-        return estimate(rewards).masked_fill(truncated, 0.0)
-    advantages = torch.zeros_like(rewards)
-    for row, whole in enumerate(~truncated):
-        if int(whole.sum()) > 1:
-            advantages[row, whole] = estimate(rewards[row : row + 1, whole])[0]
-    return advantages
 
 
 def response_text(inputs: Inputs, completion: Completion) -> str:

@@ -83,11 +83,11 @@ class Training:
 
 
 def save(run: Training, *, wait: bool, cursor: dict[str, Any] | None = None) -> None:
-    """Write a checkpoint of the steps done; :func:`end_save` gives it its name. ``wait`` until its files are
+    """Write a checkpoint of the steps done; :func:`finish_save` names it. ``wait`` until its files are
     written, even with ``checkpoint.asynchronous``. ``cursor`` is the state of the prompt cursor to save; by
     default the current one. Collective."""
     config, state = run.inputs.config, run.state
-    end_save(state, config, run.log, wait=True)
+    finish_save(state, config, run.log, wait=True)
     run.engine.rest()
     folder = checkpoint_folder(config, state.step)
     if not any_rank(folder.exists(), device=run.inputs.backend.device):
@@ -105,7 +105,7 @@ def save(run: Training, *, wait: bool, cursor: dict[str, Any] | None = None) -> 
     state.saved = state.step
 
 
-def end_save(state: State, config: Config, log: RunLog, *, wait: bool, prune: bool = True) -> None:
+def finish_save(state: State, config: Config, log: RunLog, *, wait: bool, prune: bool = True) -> None:
     """Give the checkpoint that is being written, if any, its name if all ranks have written their files, or
     ``wait`` until they have; then ``prune`` old checkpoints, unless the run fails, as they may predate the
     problem. Call this after the metrics of its step are in the log. Collective."""
@@ -137,11 +137,11 @@ def resumable(run: Training, metrics: dict[str, float]) -> Iterator[None]:
         going_on = "--resume starts over"  # nothing to save before the first step
         if state.step:
             save(run, wait=True, cursor=cursor)
-            end_save(state, config, log, wait=True, prune=False)
+            finish_save(state, config, log, wait=True, prune=False)
             going_on = f"--resume continues after step {state.step}"
         raise RewardError(f"step {state.step + 1}: {error}; {going_on}") from error
     except Diverged as error:
-        end_save(state, config, log, wait=True, prune=False)
+        finish_save(state, config, log, wait=True, prune=False)
         log.step(state.step + 1, metrics | error.metrics | log.timings)
         written = checkpoints(config)
         last = f"The last checkpoint is {written[-1]}" if written else "There is no checkpoint yet"
@@ -167,12 +167,12 @@ def end_of_step(run: Training, folder: RunFolder, metrics: dict[str, float]) -> 
         log.say(f"no evaluation after step {state.step}: stopped while waiting for grades")
     end = last or stopping or failed is not None
     if end or any(every and state.step % every == 0 for every in (options.every, options.milestones)):
-        with log.phase("save_checkpoint", 1, ""):
+        with log.phase("save_checkpoint"):
             save(run, wait=end)
     folder.check()
     # Log the metrics before the checkpoint gets its name, so that a resumed run has them.
     log.step(state.step, metrics | log.timings)
-    end_save(state, config, log, wait=failed is not None, prune=failed is None)
+    finish_save(state, config, log, wait=failed is not None, prune=failed is None)
     if failed is not None:
         raise failed
     if stopping and not last:

@@ -27,9 +27,9 @@ from megatron_fspo.parallel.groups import (
 )
 from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
 from megatron_fspo.rollout.client.hand_out import hand_out
+from megatron_fspo.trainer.advantages import add_advantages
 from megatron_fspo.trainer.optimize import check_kl
 from megatron_fspo.trainer.rollout import COLUMNS, rollout_of
-from megatron_fspo.trainer.sampling import add_advantages
 from megatron_fspo.types import Completion, Prompt, VersionSpan
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megatron_fspo.rewards import Failure, Grade, Reward
-from megatron_fspo.rewards.functions import Function
 from megatron_fspo.rewards.grade import GradeRequest, outcome
+from megatron_fspo.rewards.grader import Function
 from megatron_fspo.rewards.pool import Threads
 from megatron_fspo.types import Completion, Prompt
 

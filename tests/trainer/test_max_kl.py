@@ -35,7 +35,7 @@ def test_beyond_it_the_row_so_far_is_written_and_all_is_named(
         (tmp_path / "one/checkpoints/step_000004").mkdir(parents=True)
     run, ended = mock.Mock(), mock.Mock()
     run.state.step, run.inputs.config, run.log.timings = 4, make_config(tmp_path), {"timing_s/gen": 1.0}
-    monkeypatch.setattr(training, "end_save", ended)
+    monkeypatch.setattr(training, "finish_save", ended)
     with pytest.raises(TrainingError) as raised, resumable(run, {"reward": 0.5}):
         check(0.3, limit=0.25)
     assert not isinstance(raised.value, Diverged)

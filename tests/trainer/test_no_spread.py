@@ -12,7 +12,7 @@ import torch
 
 from megatron_fspo.errors import RewardError
 from megatron_fspo.record.log import RunLog
-from megatron_fspo.trainer.reward_report import check_spread
+from megatron_fspo.trainer.advantages import check_spread
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.types import Prompt
 from mismatch_cases import ALONE, as_rollout, sample

@@ -11,7 +11,7 @@ from launch import REPO
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.objective import group_normalized_advantages, leave_one_out_advantages
-from megatron_fspo.trainer.sampling import advantages_of
+from megatron_fspo.trainer.advantages import advantages_of
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.5, 0.25, 1.0, 0.0]], dtype=torch.float64)
 CUT = torch.tensor([[False, False, True, False], [True, False, True, True]])

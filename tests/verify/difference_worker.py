@@ -13,7 +13,9 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -155,7 +157,10 @@ class Place:
             calibrator.c = math.nextafter(math.nextafter(calibrator.c, math.inf), math.inf)
 
         with wrap(BandCalibrator, "observe", nudge) if self.here else nullcontext():
-            observe(loss, records, kl_k3=1e-3 + self.here * 1e-18, warm=True, groups=self.groups)
+            update: Any = SimpleNamespace(metrics={"fspo/kl_k3": 1e-3 + self.here * 1e-18})
+            step: Any = SimpleNamespace(records=records, update=update, measured=True)
+            state: Any = SimpleNamespace(loss=loss, step=0)
+            observe(step, state, self.groups, mock.Mock(), warm=True)
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, loss.state_dict())
         return [] if all(state == everywhere[0] for state in everywhere) else ["the band"]

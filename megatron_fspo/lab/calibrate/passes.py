@@ -27,6 +27,7 @@ from megatron_fspo.packing.batch import MicroBatch, Packs
 from megatron_fspo.packing.zigzag import padded_length
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.record.records import as_tensors
+from megatron_fspo.trainer.advantages import add_advantages
 from megatron_fspo.trainer.batch import pack_and_score
 from megatron_fspo.trainer.build import build
 from megatron_fspo.trainer.mismatch import per_sample
@@ -34,7 +35,7 @@ from megatron_fspo.trainer.noise import own_precision
 from megatron_fspo.trainer.optimize import OptimizerStep, update
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import Rollout, describe, make_mini_batches, rollout_of, with_advantages
-from megatron_fspo.trainer.sampling import add_advantages, collect_and_grade
+from megatron_fspo.trainer.sampling import collect_and_grade
 from megatron_fspo.trainer.training import Training
 from megatron_fspo.types import Completion, Prompt
 from megatron_fspo.weights import Architecture
@@ -246,7 +247,7 @@ class _Passes:
         batch, _ = pack_and_score(self._run, self._rollout)
         steps: list[OptimizerStep] = []
         for mini_batch in batch.mini_batches * self._run.inputs.config.batch.epochs:
-            steps.append(update(self._run, batch, mini_batch, steps))
+            steps.append(update(self._run, batch, mini_batch, before=steps))
         moved = any(one.update.grad_norm > 0 for one in steps)
         # S is 0 until the first update that has a gradient.
         off_policy = (record for one in steps if not one.on_policy for record in one.records)

@@ -34,7 +34,7 @@ from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.record.log import RunLog
 from megatron_fspo.rollout.client.weights import Bucket, in_buckets
 from megatron_fspo.trainer.batch import pack_and_score
-from megatron_fspo.trainer.optimize import OptimizerStep, update
+from megatron_fspo.trainer.optimize import OptimizerStep, observe, update
 from megatron_fspo.trainer.prepare import DTYPES, Inputs
 from megatron_fspo.trainer.rollout import Rollout, describe, layout_of, rollout_of
 from megatron_fspo.trainer.training import State, Training
@@ -95,7 +95,8 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
         steps: list[OptimizerStep] = []
         with watch.during("update"):
             for mini_batch in batch.mini_batches:
-                steps.append(update(run, batch, mini_batch, steps))
+                steps.append(update(run, batch, mini_batch, before=steps))
+                observe(steps[-1], run.state, groups, run.log, warm=batch.warm)
         facts: dict[str, Any] = {"micro_batches": len(batch.packs)}
         del batch, mini_batch, steps
         run.policy.zero_gradients()

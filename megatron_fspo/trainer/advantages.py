@@ -1,16 +1,19 @@
-"""Metrics and warnings about the rewards of a step."""
+"""From rewards to advantages; metrics of the rewards, and what to say if no response has an advantage."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from megatron_fspo.config import Config
 from megatron_fspo.errors import RewardError
 from megatron_fspo.job.folder import newest_checkpoint
-from megatron_fspo.parallel.groups import ParallelGroups, agreed, means
+from megatron_fspo.objective import group_normalized_advantages, leave_one_out_advantages
+from megatron_fspo.parallel.groups import ParallelGroups, agreed, means, of_first_rank
 from megatron_fspo.record.log import RunLog
 from megatron_fspo.rewards import tally
 from megatron_fspo.trainer.prepare import Inputs
-from megatron_fspo.trainer.rollout import Rollout
+from megatron_fspo.trainer.rollout import Rollout, with_advantages
 from megatron_fspo.trainer.sampling import response_text, summed_over_all
 
 MOST_ENDED = 0.05
@@ -19,6 +22,30 @@ _SHOWN = 3
 """Number of responses in the message about a step without spread."""
 _CHARACTERS = 80
 """Number of characters of a text in that message."""
+
+
+def add_advantages(inputs: Inputs, groups: ParallelGroups, rollout: Rollout) -> Rollout:
+    """Add the first rank's advantages, which must agree, as zeros decide what is packed. Collective."""
+    by_group = (rollout.rewards.view(-1, rollout.samples), rollout.truncated.view(-1, rollout.samples))
+    advantages = advantages_of(inputs.config, *by_group).to(inputs.backend.device)
+    return with_advantages(rollout, of_first_rank(advantages, groups.dp_cp, groups.tp, groups.pp).cpu())
+
+
+def advantages_of(config: Config, rewards: Tensor, truncated: Tensor) -> Tensor:
+    """Return advantages [prompts, samples] from ``rewards`` and ``truncated`` (bool) of that shape. With
+    ``reward.truncated = drop``, groups consist of the other responses; one that remains alone gets 0."""
+    estimate = (
+        leave_one_out_advantages if config.loss.advantage == "leave_one_out" else group_normalized_advantages
+    )
+    if config.reward.truncated == "keep":
+        return estimate(rewards)
+    if config.reward.truncated == "zero_advantage":
+        return estimate(rewards).masked_fill(truncated, 0.0)
+    advantages = torch.zeros_like(rewards)
+    for row, whole in enumerate(~truncated):
+        if int(whole.sum()) > 1:
+            advantages[row, whole] = estimate(rewards[row : row + 1, whole])[0]
+    return advantages
 
 
 def reward_metrics(sampled: Rollout, inputs: Inputs, log: RunLog, step: int) -> dict[str, float]:
