@@ -28,7 +28,7 @@ from machine import ROOT, machine, markdown, options_of
 from megatron_fspo.objective import FSPOBand, length_reweighting_error
 from megatron_fspo.objective.advantages import leave_one_out_advantages
 from megatron_fspo.objective.fairness import length_bins
-from megatron_fspo.objective.policy_objective import sequence_surrogate
+from megatron_fspo.objective.surrogate import sequence_surrogate
 from megatron_fspo.rewards.make_sum import digits_sum_to
 
 TASK = ROOT / "examples/make_sum"

@@ -32,7 +32,7 @@ from megatron_fspo.mcore.model.model import is_expert
 from megatron_fspo.mcore.model.policy import Model
 from megatron_fspo.mcore.state.hf_weights import export_hf, hf_tensors
 from megatron_fspo.parallel.groups import gather_lists
-from megatron_fspo.rollout.client.weights import in_buckets
+from megatron_fspo.rollout.client.send_weights import in_buckets
 from megatron_fspo.weights import Architecture, Experts
 from megatron_fspo.weights.table import expected_hf_shapes
 from plan_rank import LiveBytes

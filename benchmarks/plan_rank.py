@@ -34,11 +34,11 @@ from megatron_fspo.mcore.passes.decode import Decoder
 from megatron_fspo.mcore.state.checkpoint import save_checkpoint
 from megatron_fspo.mcore.state.hf_weights import hf_tensors
 from megatron_fspo.objective import FSPOBand
-from megatron_fspo.objective.policy_objective import SequenceLevel
+from megatron_fspo.objective.surrogate import SequenceLevel
 from megatron_fspo.packing.batch import Packs, Sequences
 from megatron_fspo.packing.pack import pack
 from megatron_fspo.parallel.groups import gather_lists, pack_layout
-from megatron_fspo.rollout.client.weights import in_buckets
+from megatron_fspo.rollout.client.send_weights import in_buckets
 from megatron_fspo.verify.cases import SMALL, random_samples
 from megatron_fspo.weights import Architecture, Experts
 

@@ -221,7 +221,7 @@ def watch(job: Job, incident: Incident, before: dict[Path, int], undo: Undo) -> 
         text = job.since(before)
         if not incident.line and (found := NAMES.search(text)):
             said = found.group().removeprefix("megatron-fspo: ")
-            incident.line, incident.seconds = said.replace(str(job.folder), "/shared/runs"), seconds
+            incident.line, incident.seconds = said.replace(str(job.checkpoints), "/shared/runs"), seconds
         if kept and (incident.line or seconds > WITHIN):
             kept = False
             undo()

@@ -22,7 +22,7 @@ from megatron_fspo.lab.report.page import write_report
 from megatron_fspo.losses import FSPOLoss
 from megatron_fspo.mcore.machine.startup import job
 from megatron_fspo.objective import PolicyObjective
-from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_token
+from megatron_fspo.objective.surrogate import LossInputs, LossTerms, per_token
 from megatron_fspo.trainer.loop import train
 from megatron_fspo.trainer.prepare import prepare
 

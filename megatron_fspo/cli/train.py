@@ -55,7 +55,7 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
     config = load_config(args.config, overrides)  # before slow imports
     import_megatron()
 
-    from megatron_fspo.job.folder import check_writable, checkpoints_to_resume
+    from megatron_fspo.job.checkpoints import check_writable, checkpoints_to_resume
     from megatron_fspo.mcore.machine.startup import job
     from megatron_fspo.trainer.prepare import prepare
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_fspo.objective import ClipBand, PolicyObjective
 from megatron_fspo.objective.noise import Noise
-from megatron_fspo.objective.policy_objective import LossInputs, LossTerms
+from megatron_fspo.objective.surrogate import LossInputs, LossTerms
 from megatron_fspo.section import Section, Share
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss, pessimistic_minimum
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip, sequence_surrogate
-from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_token, weigh_tokens
+from megatron_fspo.objective.surrogate import LossInputs, LossTerms, per_token, weigh_tokens
 
 Width = Annotated[float, Field(gt=0, le=3)]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss
 from megatron_fspo.objective import unclipped
-from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_token, weigh_tokens
+from megatron_fspo.objective.surrogate import LossInputs, LossTerms, per_token, weigh_tokens
 from megatron_fspo.section import UnitInterval
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss
-from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_token
+from megatron_fspo.objective.surrogate import LossInputs, LossTerms, per_token
 
 
 class GMPOLoss(Loss):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss
 from megatron_fspo.objective import unclipped
-from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_token, weigh_tokens
+from megatron_fspo.objective.surrogate import LossInputs, LossTerms, per_token, weigh_tokens
 
 # Beyond this log-ratio, the weight is 0 in floating point, and e^x may overflow.
 _LARGEST = 20.0

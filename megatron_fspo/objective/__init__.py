@@ -44,7 +44,7 @@ from megatron_fspo.objective.fairness import (
     effective_sample_size,
     length_reweighting_error,
 )
-from megatron_fspo.objective.policy_objective import (
+from megatron_fspo.objective.surrogate import (
     PolicyObjective,
     SequenceLevel,
     Surrogate,

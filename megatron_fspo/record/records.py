@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_fspo.objective import effective_sample_size, length_reweighting_error
 from megatron_fspo.objective.calibration import fit_exponent, sigma_hat
-from megatron_fspo.objective.policy_objective import LossTerms
+from megatron_fspo.objective.surrogate import LossTerms
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.segments import sequence_sums
 from megatron_fspo.record.tokens import Piece, pieces_of

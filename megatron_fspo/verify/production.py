@@ -19,7 +19,7 @@ from megatron_fspo.mcore.machine.backend import Backend
 from megatron_fspo.mcore.model.model import expert_offset, layer_offset
 from megatron_fspo.mcore.model.policy import Policy
 from megatron_fspo.mcore.model.policy_loss import PolicyLoss, Scoring
-from megatron_fspo.objective.policy_objective import LossTerms
+from megatron_fspo.objective.surrogate import LossTerms
 from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences, as_row
 from megatron_fspo.packing.pack import pack
 from megatron_fspo.parallel.groups import ParallelGroups, means, of_first_rank, pack_layout, share

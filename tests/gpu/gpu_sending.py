@@ -19,9 +19,9 @@ from torch import Tensor
 from backend import FAKE
 from megatron_fspo.job.remote import Loop, http_client
 from megatron_fspo.mcore.state.hf_weights import hf_tensors
-from megatron_fspo.rollout.client import weights as client_weights
+from megatron_fspo.rollout.client import send_weights as client_weights
+from megatron_fspo.rollout.client.send_weights import BroadcastSender
 from megatron_fspo.rollout.client.server import Server
-from megatron_fspo.rollout.client.weights import BroadcastSender
 
 KIND = "gloo" if FAKE else "nccl"
 

@@ -16,7 +16,7 @@ from megatron_fspo.losses import FSPOLoss, LossState, PolicyLossConfig
 from megatron_fspo.losses.fspo import WATCHED
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip, sequence_surrogate
 from megatron_fspo.objective.calibration import sigma_hat
-from megatron_fspo.objective.policy_objective import SequenceLevel
+from megatron_fspo.objective.surrogate import SequenceLevel
 
 LENGTHS = torch.tensor([1, 10, 100, 1000])
 

@@ -20,7 +20,7 @@ from megatron_fspo.mcore.model.policy import Model, Policy
 from megatron_fspo.mcore.model.policy_loss import Observer, PolicyLoss, Scoring
 from megatron_fspo.mcore.state.hf_weights import load_hf
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip
-from megatron_fspo.objective.policy_objective import SequenceLevel
+from megatron_fspo.objective.surrogate import SequenceLevel
 from megatron_fspo.packing.batch import MicroBatch, Packs
 from megatron_fspo.packing.pack import pack
 from megatron_fspo.parallel.groups import ParallelGroups, gather_lists, pack_layout

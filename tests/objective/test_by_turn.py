@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from megatron_fspo.losses import FSPOLoss
-from megatron_fspo.objective.policy_objective import LossInputs, TurnInputs
+from megatron_fspo.objective.surrogate import LossInputs, TurnInputs
 
 LOSS = FSPOLoss(c_low=0.05, c_high=0.05, unit="turn")
 # Trajectory → its turns, each of so many tokens; what an environment inserted lies between them.

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_fspo.losses import Definition, Loss, loss_sections
 from megatron_fspo.losses.cispo import CISPOLoss
 from megatron_fspo.losses.prefix import CPPOLoss, PNPOLoss
-from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_token
+from megatron_fspo.objective.surrogate import LossInputs, LossTerms, per_token
 
 LENGTHS = [1, 3, 8, 20, 5, 40, 2, 12]
 LOSSES: dict[str, Loss] = {

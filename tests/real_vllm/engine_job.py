@@ -14,8 +14,8 @@ from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.rollout.client.engine import Leader, Trainer, VLLMEngine
 from megatron_fspo.rollout.client.pool import Pool
 from megatron_fspo.rollout.client.proof import canary_sequences
+from megatron_fspo.rollout.client.send_weights import BroadcastSender
 from megatron_fspo.rollout.client.server import Server
-from megatron_fspo.rollout.client.weights import BroadcastSender
 from megatron_fspo.rollout.common import api_key
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 from real_server import TOLERANCE, scores, weights

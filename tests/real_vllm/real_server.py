@@ -18,8 +18,8 @@ from megatron_fspo.job.remote import Loop, http_client
 from megatron_fspo.rollout.checksum import Checksum
 from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
 from megatron_fspo.rollout.client.proof import Proof, prove, with_checksums
+from megatron_fspo.rollout.client.send_weights import BroadcastSender, resume, send_weights
 from megatron_fspo.rollout.client.server import Server
-from megatron_fspo.rollout.client.weights import BroadcastSender, resume, send_weights
 from megatron_fspo.rollout.common import api_key
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 

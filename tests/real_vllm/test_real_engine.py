@@ -17,9 +17,9 @@ from torch import Tensor
 
 from engine_job import TIMEOUT, Job
 from fake_vllm import until
+from megatron_fspo.rollout.client import send_weights as client_weights
 from megatron_fspo.rollout.client import turns
-from megatron_fspo.rollout.client import weights as client_weights
-from megatron_fspo.rollout.client.weights import in_buckets
+from megatron_fspo.rollout.client.send_weights import in_buckets
 from megatron_fspo.types import SamplingParams
 from real_server import FAR, TOLERANCE, scores, send, weights
 from serving import Served

@@ -27,9 +27,9 @@ from megatron_fspo.mcore.machine.backend import choose_backend
 from megatron_fspo.mcore.machine.startup import start, stop
 from megatron_fspo.mcore.model.policy import Policy
 from megatron_fspo.mcore.state.hf_weights import export_hf, hf_tensors, load_hf
-from megatron_fspo.rollout.client import weights
+from megatron_fspo.rollout.client import send_weights
+from megatron_fspo.rollout.client.send_weights import BroadcastSender, in_buckets
 from megatron_fspo.rollout.client.server import Server
-from megatron_fspo.rollout.client.weights import BroadcastSender, in_buckets
 from megatron_fspo.weights import read_architecture
 
 LAYOUT = options.Parallel(tensor=2, pipeline=2)
@@ -52,7 +52,7 @@ class Job:
             assert not list(tensors)
             return {}
         servers, begin = [self._server_at(url) for url in urls], time.monotonic()
-        problem = weights.send_weights(servers, self._sender, self._loop, tensors, version)
+        problem = send_weights.send_weights(servers, self._sender, self._loop, tensors, version)
         return {"problem": problem and str(problem), "seconds": time.monotonic() - begin}
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ def run(case: dict[str, Any], policy: Policy, timeout_seconds: float) -> dict[st
 def main() -> None:
     out, bucket_bytes, timeout_seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     backend = choose_backend("cpu")
-    weights.in_buckets = partial(in_buckets, bucket_bytes=bucket_bytes)
+    send_weights.in_buckets = partial(in_buckets, bucket_bytes=bucket_bytes)
     results = []
     for checkpoint, cases in groupby(json.loads(sys.argv[4]), lambda case: Path(case["checkpoint"])):
         together = list(cases)

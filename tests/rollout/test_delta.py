@@ -20,12 +20,12 @@ from megatron_fspo.job.remote import Loop, http_client
 from megatron_fspo.parallel.control import Control
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.rollout import delta
-from megatron_fspo.rollout.client import weights as client_weights
+from megatron_fspo.rollout.client import send_weights as client_weights
 from megatron_fspo.rollout.client.engine import Leader, Trainer, VLLMEngine
 from megatron_fspo.rollout.client.pool import Pool
 from megatron_fspo.rollout.client.proof import WrongWeights
+from megatron_fspo.rollout.client.send_weights import BroadcastSender, in_buckets
 from megatron_fspo.rollout.client.server import Server
-from megatron_fspo.rollout.client.weights import BroadcastSender, in_buckets
 from megatron_fspo.rollout.delta import Changes, Held
 
 pytestmark = pytest.mark.usefixtures("one_rank", "short_waits")

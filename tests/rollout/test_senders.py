@@ -26,9 +26,9 @@ from fake_vllm import until
 from launch import run_worker
 from megatron_fspo.errors import InputError
 from megatron_fspo.job.remote import Loop, http_client
-from megatron_fspo.rollout.client import weights as client_weights
+from megatron_fspo.rollout.client import send_weights as client_weights
+from megatron_fspo.rollout.client.send_weights import BroadcastSender, in_buckets
 from megatron_fspo.rollout.client.server import Server, ServerLost
-from megatron_fspo.rollout.client.weights import BroadcastSender, in_buckets
 from megatron_fspo.rollout.links import join_nccl
 
 BUCKET_BYTES = 40_000

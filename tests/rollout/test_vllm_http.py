@@ -15,11 +15,11 @@ from fake_server import KEY, PARAMS, UPDATE, FakeServer, good_answer, tokens_of,
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.job import remote
-from megatron_fspo.rollout.client import proof, weights
+from megatron_fspo.rollout.client import proof, send_weights
 from megatron_fspo.rollout.client import server as server_module
 from megatron_fspo.rollout.client.answers import BadAnswer
+from megatron_fspo.rollout.client.send_weights import BroadcastSender
 from megatron_fspo.rollout.client.server import Refused, Server, ServerLost
-from megatron_fspo.rollout.client.weights import BroadcastSender
 
 pytestmark = pytest.mark.usefixtures("short_waits")
 
@@ -168,7 +168,7 @@ async def test_the_odd_answer_of_a_control_route_is_shown_without_the_key(
     with pytest.raises(BadAnswer, match=r"/get_world_size: .*\*\*\*.* is not a number of workers") as one:
         await BroadcastSender("gloo", address="127.0.0.1").connect([server])
     with pytest.raises(BadAnswer, match=r"/reset_prefix_cache: .*\*\*\*.* leaves keys and values") as two:
-        await weights._finish([server], 3)
+        await send_weights._finish([server], 3)
     for raised in (one, two):
         assert KEY not in str(raised.value) and "\n" not in str(raised.value)
 

@@ -12,7 +12,7 @@ from configs import make_config
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import ON_RESUME, config_changes, load_config, save_config
 from megatron_fspo.errors import InputError
-from megatron_fspo.job.folder import (
+from megatron_fspo.job.checkpoints import (
     Resume,
     check_writable,
     checkpoint_folder,

@@ -11,7 +11,7 @@ import torch
 from calibrations import DRIFT, calibration, config
 from megatron_fspo.errors import InputError
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip
-from megatron_fspo.objective.policy_objective import SequenceLevel
+from megatron_fspo.objective.surrogate import SequenceLevel
 from megatron_fspo.trainer.noise import noise_of_run
 
 SAMPLED = ["--rollout.old-log-probs", "sampled"]

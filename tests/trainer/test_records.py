@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_fspo.lab.explain.dump import read_dump
-from megatron_fspo.objective.policy_objective import LossTerms
+from megatron_fspo.objective.surrogate import LossTerms
 from megatron_fspo.record.records import Recorder, SequenceRecord, as_tensors, clip_metrics, sigma_of
 from megatron_fspo.record.tokens import drop_later, write_tokens
 from mismatch_cases import record, sample

@@ -19,7 +19,7 @@ from megatron_fspo.config.correction import IcePop, LengthFairGate, SequenceMask
 from megatron_fspo.losses import DAPOLoss, GRPOLoss
 from megatron_fspo.mcore.model.policy_loss import PolicyLoss
 from megatron_fspo.objective import FSPOBand
-from megatron_fspo.objective.policy_objective import PolicyObjective, SequenceLevel
+from megatron_fspo.objective.surrogate import PolicyObjective, SequenceLevel
 from megatron_fspo.packing.batch import MicroBatch, Packs
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.record.records import Recorder

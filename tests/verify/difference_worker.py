@@ -29,7 +29,7 @@ from megatron_fspo.mcore.machine.startup import join, start, stop
 from megatron_fspo.mcore.model import policy_loss
 from megatron_fspo.mcore.model.policy import Policy
 from megatron_fspo.mcore.passes.decode import Decoder
-from megatron_fspo.objective import policy_objective
+from megatron_fspo.objective import surrogate
 from megatron_fspo.objective.calibration import BandCalibrator
 from megatron_fspo.parallel.groups import ParallelGroups, gather_lists, of_first_rank, share
 from megatron_fspo.record.records import SequenceRecord
@@ -94,7 +94,7 @@ def apart(what: set[str], *, here: bool) -> Patch:
         )
 
     stack = ExitStack()
-    stack.enter_context(wrap(policy_objective, "min_form", decide))
+    stack.enter_context(wrap(surrogate, "min_form", decide))
     stack.enter_context(wrap(policy_loss.PolicyLoss, "loss", loss))
     return stack
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_fspo.losses import DAPOLoss, FSPOLoss, GRPOLoss
 from megatron_fspo.mcore.model import policy, policy_loss
-from megatron_fspo.objective import FSPOBand, policy_objective
+from megatron_fspo.objective import FSPOBand, surrogate
 from megatron_fspo.packing import pack as packing
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel import segments
@@ -26,7 +26,7 @@ LOSS = (policy_loss.PolicyLoss, "loss")
 MEGATRON_LOSS = (policy_loss, "megatron_loss")
 BACKWARD = (policy.Policy, "backward")
 COLLATE = (packing, "collate")
-MIN_FORM = (policy_objective, "min_form")
+MIN_FORM = (surrogate, "min_form")
 
 # S.
 
@@ -51,7 +51,7 @@ def mask_multiplied(real: Any, values: Tensor, *, mask: Tensor, **kwargs: Any) -
     return real(values * mask, mask=torch.ones_like(mask), **kwargs)
 
 
-@fault(SP, "sum-mean", policy_objective.SequenceLevel, "__call__")
+@fault(SP, "sum-mean", surrogate.SequenceLevel, "__call__")
 def mean_for_sum(real: Any, self: Any, inputs: Any) -> Any:
     """S is the mean log-ratio"""
     sums = inputs.sequence_sums
@@ -264,7 +264,7 @@ def accumulation_lost(real: Any, self: Any, *args: Any) -> Any:
 # The objective.
 
 
-@fault(CP, "clip", policy_objective, "sequence_surrogate")
+@fault(CP, "clip", surrogate, "sequence_surrogate")
 def clip_on_the_mean(real: Any, total: Tensor, lengths: Tensor, *rest: Any, **kwargs: Any) -> Any:
     """The clip uses the mean log-ratio"""
     return real(total / lengths.clamp(min=1), lengths, *rest, **kwargs)

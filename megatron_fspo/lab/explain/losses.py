@@ -21,7 +21,7 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.lab.explain.dump import Dump
 from megatron_fspo.losses import Loss, PolicyLossConfig, loss_sections
 from megatron_fspo.objective import ClipBand, effective_sample_size
-from megatron_fspo.objective.policy_objective import LossInputs
+from megatron_fspo.objective.surrogate import LossInputs
 
 _FIRST = ("fspo", "gspo")
 _BLOCK_TOKENS = 1 << 16

@@ -19,7 +19,7 @@ from megatron_fspo.weights import Architecture, adapter_shapes
 from megatron_fspo.weights.table import whole_model
 
 BUCKET = 256 * 2**20
-"""Bytes of a bucket of a weight update, as ``in_buckets`` in :mod:`megatron_fspo.rollout.client.weights`."""
+"""Bytes of a bucket of a weight update, see :mod:`megatron_fspo.rollout.client.send_weights`."""
 _GRADIENT = 4  # fp32
 _MOMENTS = 8  # Adam's two, fp32
 _MASTER = 4  # fp32 copy of bf16 parameters

@@ -32,7 +32,7 @@ from megatron_fspo.packing.zigzag import padded_length
 from megatron_fspo.parallel.control import Control, Timeouts
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.record.log import RunLog
-from megatron_fspo.rollout.client.weights import Bucket, in_buckets
+from megatron_fspo.rollout.client.send_weights import Bucket, in_buckets
 from megatron_fspo.trainer.batch import pack_and_score
 from megatron_fspo.trainer.optimize import OptimizerStep, observe, update
 from megatron_fspo.trainer.prepare import DTYPES, Inputs

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_fspo.mcore.normalise import megatron_loss
-from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, PolicyObjective, TurnInputs
+from megatron_fspo.objective.surrogate import LossInputs, LossTerms, PolicyObjective, TurnInputs
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
 from megatron_fspo.parallel.head import HeadKind, linear_log_probs

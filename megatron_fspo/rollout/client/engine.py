@@ -25,7 +25,7 @@ from megatron_fspo.job.remote import Loop
 from megatron_fspo.parallel.control import SLICE
 from megatron_fspo.parallel.groups import ParallelGroups, gather_lists
 from megatron_fspo.rollout.checksum import Checksum
-from megatron_fspo.rollout.client import proof, turns, weights
+from megatron_fspo.rollout.client import proof, send_weights, turns
 from megatron_fspo.rollout.client.hand_out import hand_out
 from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
 from megatron_fspo.rollout.client.server import Server, ServerLost
@@ -58,7 +58,7 @@ class Leader:
     loop: Loop
     http: httpx.AsyncClient
     pool: Pool
-    sender: weights.Sender
+    sender: send_weights.Sender
 
 
 @dataclass(eq=False)
@@ -294,7 +294,7 @@ class VLLMEngine:
                 pass
         mine = dict(self._base)
         tensors = proof.with_checksums(self._gather("tensors"), mine)
-        problem = weights.send_weights(servers, sender, loop, tensors, self._version)
+        problem = send_weights.send_weights(servers, sender, loop, tensors, self._version)
         if problem is not None:
             return problem
         dtypes: dict[str, set[str]] = {}
@@ -307,12 +307,12 @@ class VLLMEngine:
                 raise proof.WrongWeights(server.url, self._version, text)
         self._enter(Turn.SERVERS)
         try:
-            loop.run(weights.resume(servers))
+            loop.run(send_weights.resume(servers))
             scores = loop.run(proof.ask_scores(servers, self.canary_sequences))
         except Exception as error:
             return error
         self._proven = all(same for same, _ in proofs)
-        if self._proven and isinstance(sender, weights.BroadcastSender):
+        if self._proven and isinstance(sender, send_weights.BroadcastSender):
             sender.changes.narrow(dtypes)
         gaps = [(got - torch.cat(want)).abs() for got in scores]
         self._canary_error = max(gap.mean().item() for gap in gaps)

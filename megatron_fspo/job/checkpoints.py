@@ -1,4 +1,4 @@
-"""The run folder: ``config.toml``, ``metrics.jsonl``, ``checkpoints/``, ``hf/``, ``report/``."""
+"""Checkpoints of a run, and the names in its folder: ``config.toml``, ``checkpoints/``, ``hf/``, ``report/``."""
 
 from __future__ import annotations
 
