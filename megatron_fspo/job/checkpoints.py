@@ -1,4 +1,4 @@
-"""Checkpoints of a run, and the names in its folder: ``config.toml``, ``checkpoints/``, ``hf/``, ``report/``."""
+"""Checkpoints of a run; its folder has ``config.toml``, ``checkpoints/``, ``hf/``, ``report/`` and logs."""
 
 from __future__ import annotations
 

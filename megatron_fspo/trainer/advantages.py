@@ -14,7 +14,7 @@ from megatron_fspo.record.log import RunLog
 from megatron_fspo.rewards import tally
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import Rollout, with_advantages
-from megatron_fspo.trainer.sampling import response_text, summed_over_all
+from megatron_fspo.trainer.sampling import Request, collect_and_grade, response_text, summed_over_all
 
 MOST_ENDED = 0.05
 """Share of rewards that are 0 because their grader worker ended, above which the run warns."""
@@ -22,6 +22,14 @@ _SHOWN = 3
 """Number of responses in the message about a step without spread."""
 _CHARACTERS = 80
 """Number of characters of a text in that message."""
+
+
+def graded_responses(request: Request, inputs: Inputs, groups: ParallelGroups, log: RunLog) -> Rollout:
+    """Wait for the responses of a request and their grades; return them with advantages. Collective."""
+    total = len(request.prompts) * request.samples // groups.dp.size()
+    with log.phase("gen", total, "response") as progress:
+        graded = collect_and_grade(inputs, groups, request, progress, stops=True)
+    return add_advantages(inputs, groups, graded)
 
 
 def add_advantages(inputs: Inputs, groups: ParallelGroups, rollout: Rollout) -> Rollout:

@@ -15,7 +15,7 @@ from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.job.checkpoints import Resume
 from megatron_fspo.job.run_folder import hold_run_folder
 from megatron_fspo.mcore.machine.startup import join
-from megatron_fspo.trainer.advantages import add_advantages, check_spread, reward_metrics
+from megatron_fspo.trainer.advantages import check_spread, graded_responses, reward_metrics
 from megatron_fspo.trainer.batch import pack_and_score
 from megatron_fspo.trainer.build import build, export
 from megatron_fspo.trainer.dynamic import fill
@@ -23,8 +23,7 @@ from megatron_fspo.trainer.evaluate import evaluate, responses_of
 from megatron_fspo.trainer.metrics import profiled, rank_metrics, speed_metrics, table, update_metrics
 from megatron_fspo.trainer.optimize import OptimizerStep, observe, update
 from megatron_fspo.trainer.prepare import Inputs, machine
-from megatron_fspo.trainer.rollout import Rollout, sampling_metrics
-from megatron_fspo.trainer.sampling import Request, collect_and_grade
+from megatron_fspo.trainer.rollout import sampling_metrics
 from megatron_fspo.trainer.training import Draw, Training, end_of_step, finish_save, resumable
 
 
@@ -88,11 +87,11 @@ def train_step(run: Training) -> dict[str, float]:
     metrics: dict[str, float] = {}
     with resumable(run, metrics):  # until all optimizer steps are taken
         groups.control.barrier("the first rank to write its records")
-        responses = sampled = _collect(run, run.queue.take(state.step))
+        responses = sampled = graded_responses(run.queue.take(state.step), inputs, groups, log)
         if config.rollout.dynamic_sampling:  # groups of equal rewards are replaced
             responses, sampled, rounds, note = fill(
                 responses,
-                lambda round_, prompts: _collect(run, run.queue.further(state.step, round_, prompts)),
+                lambda *asked: graded_responses(run.queue.further(state.step, *asked), inputs, groups, log),
                 max_rounds=config.rollout.max_rounds,
             )
             metrics |= rounds
@@ -128,14 +127,6 @@ def train_step(run: Training) -> dict[str, float]:
     metrics |= run.engine.metrics() | {"training/weight_version": float(number)}
     log.timings["timing_s/step"] = time.perf_counter() - began
     return metrics | speed_metrics(inputs, run.layout, batch.rollout, log.timings)
-
-
-def _collect(run: Training, request: Request) -> Rollout:
-    """Wait for responses and their grades; return them with advantages. Collective."""
-    total = len(request.prompts) * request.samples // run.groups.dp.size()
-    with run.log.phase("gen", total, "response") as progress:
-        graded = collect_and_grade(run.inputs, run.groups, request, progress, stops=True)
-    return add_advantages(run.inputs, run.groups, graded)
 
 
 def _evaluate(run: Training, draw: Draw | None) -> dict[str, float]:

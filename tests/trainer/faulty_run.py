@@ -80,10 +80,10 @@ def spikes(out: str, steps: str) -> Iterator[None]:
     update, loss, rank = loop.update, PolicyLoss.loss, os.environ["RANK"]
     found: list[dict[str, float]] = []
 
-    def watched(run: Any, *args: Any) -> Any:
+    def watched(run: Any, *args: Any, **kwargs: Any) -> Any:
         before = _state_of(run.policy)
         found.append({})
-        step = update(run, *args)
+        step = update(run, *args, **kwargs)
         moved = _state_of(run.policy) != before
         found[-1] = {"skipped": step.update.skipped, "moved": moved, "norm": step.update.grad_norm}
         return step
@@ -118,7 +118,7 @@ def slow_rank(folder: str, out: str) -> Iterator[None]:
         if os.environ["RANK"] == "0" and run.state.step == 2 and len(before) == 1:
             time.sleep(5 * lock.REFRESH_SECONDS)  # until both ranks have written this step
             Path(out).write_text(render(examine(Path(folder))), encoding="utf-8")
-        return update(run, batch, packs, before)
+        return update(run, batch, packs, before=before)
 
     with (
         mock.patch.object(lock, "REFRESH_SECONDS", 0.2),
