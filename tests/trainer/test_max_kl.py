@@ -1,4 +1,4 @@
-"""A policy that runs away from the one that sampled ends the run."""
+"""A policy that runs away from the one that sampled ends the run; what the end of a step leaves behind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from configs import make_config
-from megatron_fspo.errors import Diverged, TrainingError
+from megatron_fspo.errors import Diverged, StopRequested, TrainingError
 from megatron_fspo.trainer import training
 from megatron_fspo.trainer.optimize import check_kl
 from megatron_fspo.trainer.training import resumable
@@ -48,3 +48,17 @@ def test_beyond_it_the_row_so_far_is_written_and_all_is_named(
     assert "optimizer.max_kl allows 0.25" in error
     assert (f"The last checkpoint is {tmp_path}/one/checkpoints/step_000004" in error) == there
     assert ("There is no checkpoint yet" in error) != there
+
+
+@pytest.mark.parametrize(("saved", "times"), [(2, 1), (4, 0)])
+def test_a_stop_saves_the_steps_done_unless_they_are(
+    monkeypatch: pytest.MonkeyPatch, saved: int, times: int
+) -> None:
+    """With the prompts' position from before the step, which is repeated."""
+    run, save = mock.Mock(), mock.Mock()
+    run.state.step, run.state.saved = 4, saved
+    run.queue.prompts.state_dict.return_value = {"position": 7}
+    monkeypatch.setattr(training, "save", save)
+    with pytest.raises(StopRequested), resumable(run, {}):
+        raise StopRequested("now")
+    assert save.mock_calls == [mock.call(run, wait=True, cursor={"position": 7})] * times
