@@ -246,6 +246,8 @@ class LossTerms:
     """[n] the same for the dual clip."""
     out_of_band: Tensor
     """[n] bool: outside the band on either side, whatever the sign of A."""
+    below: Tensor | None = None
+    """[n] bool: S is below the band; None if limits are not on S of whole sequences."""
     nonfinite: Tensor
     """[n] bool: dropped because S, A or the weight is not finite."""
 
@@ -319,6 +321,7 @@ def _of_trajectories(terms: LossTerms, turns: TurnInputs, whole: LossInputs) -> 
         terms,
         **clipped,
         log_ratio_sum=log_ratio_sum,
+        below=None,
         ratio=torch.full_like(log_ratio_sum, math.nan),
         out_of_band=_over_turns(terms.out_of_band, turns, whole) > 0,
         nonfinite=_over_turns(terms.nonfinite, turns, whole) > 0,
@@ -329,9 +332,10 @@ def weigh_sequences(inputs: LossInputs, log_ratio_sum: Tensor, terms: Surrogate)
     """Turn a sequence-level surrogate [n] into weights on tokens. Ranks that share a sequence all use the
     decision of one of them."""
     sides = (terms.clipped_low, terms.clipped_high, terms.dual_clipped)
-    flags = [flag.to(log_ratio_sum) for flag in (*sides, terms.out_of_band, terms.nonfinite)]
+    flags = [flag.to(log_ratio_sum) for flag in (*sides, terms.below, terms.above, terms.nonfinite)]
     columns = torch.stack([log_ratio_sum, terms.weight, terms.ratio, terms.objective, *flags])
-    log_ratio_sum, weight, ratio, objective, low, high, dual, out, broken = inputs.decided(columns)
+    log_ratio_sum, weight, ratio, objective, low, high, dual, *other = inputs.decided(columns)
+    below, above, broken = (flag > 0 for flag in other)
     # A context-parallel rank holds some tokens of a sequence but all of its S: count J_i by the tokens held.
     counts = inputs.log_ratio.new_zeros(inputs.lengths.numel() + 1)
     held = counts.index_add_(0, inputs.segment, inputs.mask.to(counts.dtype))[:-1]
@@ -344,8 +348,9 @@ def weigh_sequences(inputs: LossInputs, log_ratio_sum: Tensor, terms: Surrogate)
         clipped_low=low,
         clipped_high=high,
         dual_clipped=dual,
-        out_of_band=out > 0,
-        nonfinite=broken > 0,
+        out_of_band=below | above,
+        below=below,
+        nonfinite=broken,
     )
 
 

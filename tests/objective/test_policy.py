@@ -214,16 +214,16 @@ def test_what_another_rank_decided_of_a_sequence_counts() -> None:
     own = LOSSES["fspo"].objective()(batch)
     theirs = torch.linspace(1, 2, len(LENGTHS), dtype=torch.float64)
     nobody = torch.zeros_like(theirs)
-    flags = [nobody, nobody + 1, nobody, nobody + 1, nobody]
+    flags = [nobody, nobody + 1, nobody, nobody + 1, nobody, nobody]
     decided = torch.stack([theirs, 3 * theirs, 7 * theirs, 5 * theirs, *flags])
     got = LOSSES["fspo"].objective()(replace(batch, decided=lambda mine: decided + 0 * mine))
     assert torch.equal(got.log_ratio_sum, theirs) and torch.equal(got.ratio, 7 * theirs)
     want = torch.cat([3 * theirs, torch.zeros(1)])[batch.segment]
     assert torch.equal(got.weight, torch.where(batch.mask, want, 0.0))
     assert got.objective.item() == pytest.approx(5 * theirs.sum().item())
-    flags = (got.clipped_low, got.clipped_high, got.dual_clipped, got.out_of_band, got.nonfinite)
-    assert [[*map(bool, flag)] for flag in flags] == [
-        [x] * len(LENGTHS) for x in (False, True, False, True, False)
+    sides = (got.clipped_low, got.clipped_high, got.dual_clipped, got.below, got.out_of_band, got.nonfinite)
+    assert [[*map(bool, flag)] for flag in sides] == [
+        [x] * len(LENGTHS) for x in (False, True, False, True, True, False)
     ]
     assert not torch.equal(own.weight, got.weight)
 

@@ -74,6 +74,20 @@ def test_rates_by_hand() -> None:
     assert {name: metrics[name] for name in by_hand} == pytest.approx(by_hand)
 
 
+def test_sides_and_weights_by_length() -> None:
+    weights = [0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 2.0, 1.0, 2.0, 1.0]
+    records = [
+        replace(one, ratio=weight, below=one.out_of_band and one.log_ratio_sum < 0)
+        for one, weight in zip([*SHORT, *LONG], weights, strict=True)
+    ]
+    metrics = clip_metrics([*records, *DROPPED], samples=1, seed=1)
+    by_hand = {
+        **{"fspo/below/bin_0": 1 / 4, "fspo/above/bin_0": 2 / 4, "fspo/ess/bin_0": 1 / 3},
+        **{"fspo/below/bin_1": 1 / 6, "fspo/above/bin_1": 0.0, "fspo/ess/bin_1": 6**2 / (5 * 10)},
+    }
+    assert {name: metrics[name] for name in by_hand} == pytest.approx(by_hand)
+
+
 def test_what_was_dropped_or_is_empty_counts_nowhere() -> None:
     assert clip_metrics([*SHORT, *DROPPED, *LONG], samples=1, seed=1) == clip_metrics(
         [*SHORT, *LONG], samples=1, seed=1
