@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,51 +17,14 @@ from scipy import stats
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "docs")]
+from evidence_density import density  # noqa: E402
 from evidence_long import long_responses, rows  # noqa: E402
 
-from claims import Claim, judge, read_claims, tested  # noqa: E402
+from claims import ARMS, lines, read_claims  # noqa: E402
 
 TARGET = Path(__file__).with_name("evidence.md")
 RESULTS = ROOT / "benchmarks/results"
 
-PARTS = {
-    "ledger": "ledger",
-    "ledger_growth": "growing responses",
-    "bands": "make-sum",
-    "widths": "make-sum",
-    "losses": "make-sum",
-    "words": "word lists",
-    "words_fresh": "word lists, 2 steps",
-    "words_bf16": "word lists, bf16",
-}
-"""Sweep → its name in the table of claims."""
-FIGURES = {
-    "accuracy/long_held_out": "accuracy, long",
-    "accuracy/short_held_out": "accuracy, short",
-    "lre_within_sign": "LRE",
-    "clipped_more": "change of clip rate",
-    "reward_last": "reward",
-}
-RELATIONS = {"above": ">", "below": "<", "equal": "≈"}
-ARMS = {
-    "sqrt": "√L",
-    "none": "no clip",
-    "random": "random clip",
-    "constant": "constant",
-    "linear": "L",
-    "noise_signal": "√(L + L²/L*)",
-    "measured": "L^a",
-    "gspo": "GSPO",
-    "luspo": "LUSPO",
-    "quarter": "c/4",
-    "half": "c/2",
-    "double": "2c",
-    "quadruple": "4c",
-    "dual_clip": "dual clip",
-    "drift": "drift",
-    "cppo": "CPPO",
-    "pnpo": "PNPO",
-}
 MAKE_SUM = "sqrt measured constant gspo luspo quarter half double quadruple none dual_clip drift cppo pnpo"
 LEDGER = "sqrt none random constant linear"
 GROWTH = "sqrt constant linear"
@@ -72,6 +35,7 @@ LEDGER_COLUMNS = {
 }
 GROWTH_COLUMNS = {
     "clipped_more": "change",
+    "lre_within_sign": "LRE",
     "accuracy/long_held_out": "accuracy, long",
 }
 WORDS = {"words": "16", "words_fresh": "2", "words_bf16": "16, bf16"}
@@ -79,8 +43,8 @@ REWARD_COLUMNS = {
     "lre_within_sign": "LRE",
     "reward_last": "reward",
 }
-SHORT = 40
-"""Tokens of a short response of the ledger at most."""
+COVERED = [("accuracy", "ours"), ("accuracy", "paired"), ("lre", "mean"), ("lre", "max")]
+COVERED += [("parts", "noise"), ("parts", "signal")]
 
 TEMPLATE = Path(__file__).with_name("evidence.md.in")
 
@@ -102,48 +66,32 @@ def render() -> str:
         cpu=bands["machine"]["cpu"],
         torch=bands["machine"]["torch"],
         mcore=bands["machine"]["megatron-core"],
-        preregistered=claims_table(read_claims()),
-        ledger=table(ledger["arms"], LEDGER, LEDGER_COLUMNS, families(ledger)),
+        claims=lines(read_claims()),
+        ledger=table(ledger["arms"], LEDGER, LEDGER_COLUMNS),
         ledger_lre=f"{sqrt['lre_signed']['value']:.2f}",
         ledger_by_sign=f"{sqrt['by_sign']['value']:.2f}",
         ledger_by_step=f"{sqrt['by_update']['value']:.2f}",
-        growth=table(growth["arms"], GROWTH, GROWTH_COLUMNS),
+        growth=table(
+            growth["arms"], GROWTH, GROWTH_COLUMNS, {"first": first_rates("evidence_ledger_growth")}
+        ),
         growth_steps=growth["sweep"]["keys"]["run"]["steps"],
         growth_lengths="{:.0f} to {:.0f}".format(*growth_lengths(growth)),
         ledger_seeds=len(ledger["sweep"]["seeds"]),
         ledger_arms=len(LEDGER.split()),
         ledger_needed=seeds_needed(ledger, "constant", "sqrt", "accuracy/long_held_out", 0.02),
         coverage_trials=f"{4 * covered['trials']:,}",
-        coverage=coverage(covered),
+        covered=coverage(covered, *COVERED),
+        covered_naively=coverage(covered, ("accuracy", "by response")),
         false_differences=f"{wrong[0]:.1%}",
         false_equalities=f"{wrong[1]:.1%}",
         found_equal=f"{wrong[2]:.0%}",
         make_sum=table(make_sum, MAKE_SUM, REWARD_COLUMNS),
         bands_seeds=len(bands["sweep"]["seeds"]),
         words=words_table(),
+        **density(read("evidence_density")),
         exponents="{:.2f} to {:.2f}".format(*exponents(bands)),
         **long_responses(read("long_responses")),
     )
-
-
-def claims_table(claims: Sequence[Claim]) -> str:
-    """Every claim as the comparison that is tested, with what was measured and its verdict."""
-    tests = tested(claims)
-    body, part = [], ""
-    for claim, test, verdict in zip(claims, tests, judge(claims, tests), strict=True):
-        relation = f"{ARMS[claim.arm]} {RELATIONS[claim.test]} {ARMS[claim.less]}"
-        measured = "" if test is None else f"{test.value:+.3f} ± {test.half_width:.3f}"
-        part, before = PARTS[claim.part], part
-        body.append(
-            [
-                part if part != before else "",
-                f"{FIGURES[claim.figure]}: {relation}",
-                measured,
-                f"{claim.margin:g}",
-                f"**{verdict}**",
-            ]
-        )
-    return rows(["task", "claim", "measured difference", "margin", "verdict"], body)
 
 
 def table(
@@ -178,20 +126,10 @@ def seeds_needed(found: Mapping[str, Any], arm: str, less: str, figure: str, mar
     return math.ceil(((stats.norm.ppf(0.95) + stats.norm.ppf(0.9)) * gaps.std(ddof=1) / margin) ** 2)
 
 
-def coverage(found: Mapping[str, Any]) -> str:
+def coverage(found: Mapping[str, Any], *kinds: tuple[str, str]) -> str:
     """Least and largest share of samples in which an interval held the truth, over the populations."""
-    kinds = {
-        "accuracy, if responses were independent": ("accuracy", ["by response"]),
-        "accuracy, ours": ("accuracy", ["ours"]),
-        "gain in accuracy": ("accuracy", ["paired"]),
-        "LRE": ("lre", ["mean", "max"]),
-        "noise and signal of S": ("parts", ["noise", "signal"]),
-    }
-    body = []
-    for label, (kind, keys) in kinds.items():
-        shares = [one[key] for one in found[kind].values() for key in keys]
-        body.append([label, f"{min(shares):.1%} to {max(shares):.1%}"])
-    return rows(["interval of", "held the truth"], body)
+    shares = [one[key] for kind, key in kinds for one in found[kind].values()]
+    return f"{min(shares):.1%} to {max(shares):.1%}"
 
 
 def exponents(found: Mapping[str, Any]) -> tuple[float, float]:
@@ -205,17 +143,15 @@ def growth_lengths(found: Mapping[str, Any]) -> tuple[float, float]:
     return found["arms"]["sqrt"]["length_first"]["value"], found["arms"]["sqrt"]["length_last"]["value"]
 
 
-def families(found: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Share clipped in either family of the ledger, by arm."""
-    shares: dict[str, dict[str, str]] = {"of short": {}, "of long": {}}
-    for arm, figures in found["arms"].items():
-        rates = [one["value"] for one in figures["clipped_rates"]]
-        split: tuple[list[float], list[float]] = ([], [])
-        for length, rate in zip(found["lengths"], rates, strict=True):
-            split[length > SHORT].append(rate)
-        for column, family in zip(shares.values(), split, strict=True):
-            column[arm] = f"{sum(family) / len(family):.0%}"
-    return shares
+def first_rates(name: str) -> dict[str, str]:
+    """Share clipped in the first quarter of the steps, by arm."""
+    with np.load(RESULTS / f"{name}.npz") as file:
+        first = np.isin(file["step"], np.array_split(np.unique(file["step"]), 4)[0])
+        judged = first & (file["advantage"] != 0)
+        return {
+            arm: f"{file['clipped'][judged & (file['arm'] == arm)].mean():.1%}"
+            for arm in np.unique(file["arm"]).tolist()
+        }
 
 
 def mean(found: Mapping[str, float] | None) -> str:

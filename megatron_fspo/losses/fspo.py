@@ -80,7 +80,7 @@ class FSPOLoss(Loss):
         "rollouts if c_low = c_high = 0.03 and run.steps suffice, else off",
     )
     recalibrate: bool = Field(
-        False,
+        True,
         description="measure c again in each further window; it changes by at most a factor of 1.2 a window, "
         "and of 2 in all",
     )
@@ -196,8 +196,6 @@ class FSPOLoss(Loss):
                 "rollout, S is always 0. Set batch.mini_batches * batch.epochs > 1, or "
                 "rollout.old_log_probs = sampled"
             )
-        if self.recalibrate and self.calibrate == 0:
-            raise ValueError("loss.recalibrate = true needs loss.calibrate, not 0")
 
     def notes(self, *, rollouts: int, off_policy_updates: int) -> list[str]:
         if not off_policy_updates:
@@ -311,10 +309,12 @@ class FSPOState(LossState):
             self._calibrator.observe(log_ratio_sums, lengths)
 
     def calibrated(self) -> str | None:
-        calibrator, loss = self._calibrator, self.section()
+        calibrator, loss = self._calibrator, self._loss
         if calibrator is None or calibrator.c is None:
             return None
-        text = f"c_low = {loss.c_low:.4g}, c_high = {loss.c_high:.4g}"
+        # Where c follows σ̂, its first value: a line of the log for every change would be too many.
+        scale = 2 * (calibrator.steady_c or calibrator.c) / (loss.c_low + loss.c_high)
+        text = f"c_low = {scale * loss.c_low:.4g}, c_high = {scale * loss.c_high:.4g}"
         if not calibrator.steady:
             return f"{text}, until two windows of {calibrator.mini_batches} mini-batches agree on sigma-hat"
         if calibrator.measured is not None:

@@ -50,7 +50,16 @@ def test_limits_without_a_moving_part_stay(name: str, keys: dict[str, Any]) -> N
 
 def test_calibration_waits_for_warm_batches_then_stays() -> None:
     # Windows are of whole rollouts: 2 mini-batches are rounded up to 3.
-    loss = state("fspo", calibrate=2, updates=3, c_low=0.02, c_high=0.04, exponent=0.25, drift="none")
+    loss = state(
+        "fspo",
+        calibrate=2,
+        updates=3,
+        c_low=0.02,
+        c_high=0.04,
+        exponent=0.25,
+        drift="none",
+        recalibrate=False,
+    )
     given = {"fspo/c_low": 0.02, "fspo/c_high": 0.04, "fspo/drift": 0.0, "fspo/exponent": 0.25}
     for seed in range(3):
         observe(loss, sums(seed, sigma=1e-4), warm=False)
@@ -103,7 +112,8 @@ def test_a_band_that_does_not_fit_is_doubted(sigma: float, clipped: float, topic
 
 
 def test_a_measured_exponent_comes_with_the_width_and_stays() -> None:
-    loss = state("fspo", calibrate=3, exponent="measured", c_low=0.02, c_high=0.04, c_dual=0.1, longest=1000)
+    keys = {"calibrate": 3, "exponent": "measured", "recalibrate": False}
+    loss = state("fspo", **keys, c_low=0.02, c_high=0.04, c_dual=0.1, longest=1000)
     lengths = torch.arange(1, 400).repeat(3)
     for seed in range(7):
         assert (loss.calibrated() is None) == (seed < 3)
@@ -117,7 +127,7 @@ def test_a_measured_exponent_comes_with_the_width_and_stays() -> None:
     assert objective.band.c_low == pytest.approx(objective.band.c_high / 2)
     assert objective.dual_clip.c == pytest.approx(2.5 * objective.band.c_high)
     assert "95% interval" in str(loss.calibrated())
-    resumed = state("fspo", calibrate=3, exponent="measured", c_low=0.02, c_high=0.04, c_dual=0.1, longest=9)
+    resumed = state("fspo", **keys, c_low=0.02, c_high=0.04, c_dual=0.1, longest=9)
     resumed.load_state_dict(json.loads(json.dumps(loss.state_dict())))
     assert resumed.objective() == objective and resumed.calibrated() == loss.calibrated()
 
