@@ -201,7 +201,7 @@ class LossInputs:
     """[t] log π_new; arbitrary outside the mask."""
     log_ratio: Tensor
     """[t] log π_new − log π_old; arbitrary outside the mask."""
-    mask: Tensor
+    loss_mask: Tensor
     """[t] bool: response tokens."""
     segment: Tensor
     """[t] sequence of each token, in [0, n]; n: in no sequence."""
@@ -338,11 +338,11 @@ def weigh_sequences(inputs: LossInputs, log_ratio_sum: Tensor, terms: Surrogate)
     below, above, broken = (flag > 0 for flag in other)
     # A context-parallel rank holds some tokens of a sequence but all of its S: count J_i by the tokens held.
     counts = inputs.log_ratio.new_zeros(inputs.lengths.numel() + 1)
-    held = counts.index_add_(0, inputs.segment, inputs.mask.to(counts.dtype))[:-1]
+    held = counts.index_add_(0, inputs.segment, inputs.loss_mask.to(counts.dtype))[:-1]
     share = held / inputs.lengths.clamp(min=1)
     return LossTerms(
         log_ratio_sum=log_ratio_sum,
-        weight=torch.where(inputs.mask, per_token(weight, inputs), 0.0),
+        weight=torch.where(inputs.loss_mask, per_token(weight, inputs), 0.0),
         ratio=ratio,
         objective=(objective * share).sum(),
         clipped_low=low,
@@ -365,7 +365,7 @@ def weigh_tokens(inputs: LossInputs, terms: Surrogate, aggregation: Aggregation)
     log_ratio_sum, nonfinite, low, high, dual, out = inputs.sequence_sums(columns)
     # One non-finite token drops its sequence: the sum over the other tokens is not its S.
     broken = (nonfinite > 0) | ~torch.isfinite(log_ratio_sum)
-    kept = inputs.mask & ~per_token(broken, inputs)
+    kept = inputs.loss_mask & ~per_token(broken, inputs)
     lengths = per_token(inputs.lengths.to(inputs.log_ratio.dtype), inputs)
     # max(…, 1): all responses of a step may be empty.
     if aggregation == "sequence-mean":

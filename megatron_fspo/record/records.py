@@ -125,7 +125,7 @@ class Recorder:
 def _flips(batch: MicroBatch, log_ratio: Tensor, flipped: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return [2, n] response tokens with a flip, and the sum of their log-ratios."""
     values = torch.stack([flipped.double(), torch.where(flipped, log_ratio.double(), 0.0)])
-    return sequence_sums(values, batch.mask, batch.segment, batch.lengths.numel(), group=group)
+    return sequence_sums(values, batch.loss_mask, batch.segment, batch.lengths.numel(), group=group)
 
 
 def as_tensors(records: Sequence[SequenceRecord]) -> tuple[Tensor, Tensor]:

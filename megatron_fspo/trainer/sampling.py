@@ -255,7 +255,7 @@ def summed_over_all(table: Tensor, device: torch.device) -> Tensor:
 
 def response_text(inputs: Inputs, completion: Completion) -> str:
     """Return the text for the reward: the last turn, without its stop token but with a stop string."""
-    ids = list(completion.token_ids[completion.written[-1].start :])
+    ids = list(completion.token_ids[completion.turns[-1].start :])
     if ids and ids[-1] in inputs.stop_token_ids:
         ids = ids[:-1]
     return inputs.decode(ids)

@@ -181,7 +181,7 @@ class Place:
             moved = replace(mismatch, sums=forced(lasting)) if self.here else mismatch
             got, _ = correction.correct(LengthFairGate(c=1.0), batches, moved, groups=self.groups)
         same = all(
-            torch.equal(a.rollout_weights, b.rollout_weights) and (b.rollout_weights[b.mask] == 1).all()
+            torch.equal(a.rollout_weights, b.rollout_weights) and (b.rollout_weights[b.loss_mask] == 1).all()
             for a, b in zip(kept, got, strict=True)
         )
         return [] if same else ["what the gate drops"]
