@@ -31,7 +31,7 @@ RUNS = {
     "one step, sampled": "--batch.mini-batches 1 --rollout.old-log-probs sampled",
     "top-p": "--rollout.top-p 0.6",
     "measured": "--rollout.old-log-probs sampled --batch.mini-batches 4 --loss.calibrate 1 "
-    "--optimizer.warmup-steps 0 --run.steps 2",
+    "--loss.drift none --optimizer.warmup-steps 0 --run.steps 2",
 }
 
 

@@ -75,6 +75,7 @@ def test_what_a_step_reports() -> None:
     def report(*skipped: bool) -> dict[str, float]:
         steps = [
             OptimizerStep(
+                number=number + 1,
                 update=replace(update, skipped=skip),
                 records=[mock.Mock(nonfinite=True, counts=False)],
                 num_sequences=2,

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -65,10 +66,10 @@ def test_kept_tokens_add_up_to_the_records(folder: Path) -> None:
     assert max(near) < 1e-5
 
 
-def test_c_is_measured_and_only_falls_until_it_is_fixed(folder: Path) -> None:
+def test_c_is_measured_and_changes_slowly(folder: Path) -> None:
     widths = [row["fspo/c_high"] for row in rows(folder, "whole") if row["step"] > 0]
     # Three mini-batches with an S to measure: in the first or the second of these tiny rollouts.
-    assert widths[1] != 0.03 and widths[1:] == sorted(widths[1:], reverse=True)
+    assert widths[1] != 0.03 and all(after < 1.201 * before for before, after in pairwise(widths[1:]))
 
 
 def test_transformers_scores_the_export_as_the_trainer_does(folder: Path) -> None:
