@@ -116,25 +116,36 @@ def measure_here(variant: str, size: Size, passes: int = 2) -> dict[str, float]:
     return {"seconds": seconds, "peak_mib": peak / 1024}
 
 
+def exact(hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs and both gradients in float64."""
+    h, w = (leaf.detach().double().requires_grad_() for leaf in (hidden, weight))
+    found = []
+    for part in torch.arange(len(labels), device=labels.device).split(CHUNK):
+        log_p = torch.log_softmax(h[part] @ w.t(), -1).gather(-1, labels[part, None])[:, 0]
+        log_p.backward(upstream[part].double())
+        found.append(log_p.detach())
+    assert h.grad is not None and w.grad is not None
+    return torch.cat(found), h.grad, w.grad
+
+
+def errors(log_probs: Tensor, *gradients: Tensor, want: Sequence[Tensor]) -> dict[str, float]:
+    """Largest error of a log-prob; ‖error‖ / ‖gradient‖ and largest error of each gradient."""
+    result = {"log_prob": (log_probs.double() - want[0]).abs().max().item()}
+    for name, made, right in zip(("hidden", "weight"), gradients, want[1:], strict=True):
+        error = made.double() - right
+        result[f"{name}_gradient"] = (error.norm() / right.norm()).item()
+        result[f"{name}_gradient_entry"] = error.abs().max().item()
+    return result
+
+
 def errors_here(variant: str, size: Size) -> dict[str, float]:
-    """Largest error of a log-prob; ‖error‖ / ‖gradient‖ and largest error of each gradient; against fp64."""
+    """``errors`` of a variant."""
     hidden, weight, labels, upstream = inputs(size)
     log_probs = VARIANTS[variant](hidden, weight, labels)
     log_probs.backward(upstream.to(log_probs.dtype))
-    exact = (hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_())
-    worst = 0.0
-    for part in torch.arange(len(labels)).split(CHUNK):
-        log_p = torch.log_softmax(exact[0][part] @ exact[1].t(), -1)
-        want = log_p.gather(-1, labels[part, None])[:, 0]
-        want.backward(upstream[part].double())
-        worst = max(worst, (log_probs[part].double() - want).abs().max().item())
-    result = {"log_prob": worst}
-    for name, leaf, right in zip(("hidden", "weight"), (hidden, weight), exact, strict=True):
-        assert leaf.grad is not None and right.grad is not None
-        error = leaf.grad.double() - right.grad
-        result[f"{name}_gradient"] = (error.norm() / right.grad.norm()).item()
-        result[f"{name}_gradient_entry"] = error.abs().max().item()
-    return result
+    assert hidden.grad is not None and weight.grad is not None
+    want = exact(hidden, weight, labels, upstream)
+    return errors(log_probs.detach(), hidden.grad, weight.grad, want=want)
 
 
 def in_fresh_process(task: str, variant: str, size: Size, **more: int) -> dict[str, float]:

@@ -1,11 +1,9 @@
-"""The head's kernels, compiled for GPUs that need not be there, and the time they should take on an H100.
+"""The head's kernels, compiled for GPUs that need not be there.
 
     python benchmarks/triton_head.py
 
-Computed, not measured. First, what Triton and its ptxas make of each kernel: registers, spills, shared
-memory, thread blocks on a multiprocessor. Then forward and backward of one micro-batch, beside the chunks in
-torch: a product takes its FLOPs at a share of the peak, what is read and written between products its bytes
-at the memory's bandwidth, one after the other. Needs Triton (a CUDA build of torch brings it), and no GPU.
+What Triton and its ptxas make of each kernel: registers, spills, shared memory, thread blocks on a
+multiprocessor. Needs Triton (a CUDA build of torch brings it), and no GPU; head_on_gpu.py times them on one.
 """
 
 from __future__ import annotations
@@ -24,12 +22,6 @@ from machine import ROOT, markdown, options_of
 
 SHARED = {8: 163, 9: 227, 10: 227}
 """KiB of shared memory that a thread block may have, by the major number of the compute capability."""
-PEAK, BANDWIDTH = 989e12, 3.35e12
-"""An H100's (SXM): FLOP/s of bf16 products without sparsity, bytes/s."""
-OURS, CUBLAS = 0.60, 0.73
-"""Shares of the peak. cuBLAS: an LM head's three products at 728 TFLOP/s (measured by others on an H100, TRL
-#7244). Ours: a guess; at these shapes verl's Triton head reaches 0.21 to 0.48, kernels written by hand 0.80
-(H200, Liger #1422)."""
 KINDS = {
     "forward": ("forward_kernel", {}),
     "gradient, again": ("backward_kernel", {"from_kept": False}),
@@ -122,75 +114,24 @@ def _assembled(ptx: str, capability: int) -> tuple[int, int]:
     return int(registers[1]), int(spilled[1])
 
 
-def estimate(
-    *, tokens: int, hidden: int, vocab: int, tensor: int, keep: float | None
-) -> dict[str, float | None]:
-    """Milliseconds on one of ``tensor`` H100s, without collectives, and GiB that are kept.
-
-    Args:
-        keep: bytes that forward may keep, per GPU; None for the chunks in torch.
-    """
-    logits = tokens * vocab / tensor
-    share = min(1.0, (keep or 0) / (2 * logits))
-    product = 2 * logits * hidden / PEAK * 1e3
-    # What was kept is read, and its gradient written.
-    moved, made = 4 * share * logits, product / OURS
-    if keep is None:  # fp32 logits and their passes: 40 bytes each in forward, 36 in backward
-        moved, made = 76 * logits, product / CUBLAS
-    parts = {
-        "forward": made,
-        "again": (1 - share) * made,
-        "moved": moved / BANDWIDTH * 1e3,
-        "gradients": 2 * product / CUBLAS,
-    }
-    kept = None if keep is None else share * 2 * logits / 2**30
-    return {"tensor": tensor, "kept_gib": kept, "products": 4 - share, **parts, "all": sum(parts.values())}
-
-
 def builds_table(report: Mapping[str, Any]) -> str:
-    """Markdown: what became of each kernel."""
-    rows = [
-        [
-            f"sm_{one['capability']}: {one['kind']}",
-            one["products"] or "none",
-            str(one["spilled"]),
-        ]
-        for one in report["builds"]
-    ]
-    head = ["", "products by", "spilled bytes"]
-    return markdown(head, rows)
-
-
-def estimates_table(report: Mapping[str, Any]) -> str:
-    """Markdown: milliseconds of each part."""
-    rows = [
-        [
-            f"TP{one['tensor']}, "
-            + ("torch" if one["kept_gib"] is None else f"kernels, {one['kept_gib']:.2f} GiB kept"),
-            f"{one['products']:.2f}",
-            *(f"{one[part]:.0f}" for part in ("forward", "again", "moved", "gradients", "all")),
-        ]
-        for one in report["estimates"]
-    ]
-    head = ["", "products", "forward", "logits again", "between", "d hidden, d weight", "all, ms"]
-    return markdown(head, rows)
+    """Markdown: what became of the kernels for each compute capability."""
+    rows = []
+    for capability in dict.fromkeys(one["capability"] for one in report["builds"]):
+        found = [one for one in report["builds"] if one["capability"] == capability]
+        products = ", ".join(dict.fromkeys(one["products"] for one in found if one["products"]))
+        rows.append([f"sm_{capability}", products, str(sum(one["spilled"] for one in found))])
+    return markdown(["", "products by", "spilled bytes"], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options_of(__doc__)
-    parser.add_argument("--tokens", type=int, default=32768, help="response tokens (default 32768)")
-    parser.add_argument("--hidden", type=int, default=4096, help="H (default 4096)")
-    parser.add_argument("--vocab", type=int, default=151936, help="V (default 151936)")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/triton_head.json")
     args = parser.parse_args(arguments)
-    size = {"tokens": args.tokens, "hidden": args.hidden, "vocab": args.vocab}
     builds = [asdict(build(kind, capability)) for capability in (80, 90, 100) for kind in KINDS]
-    cases = [(1, None), (1, 0.0), (1, 2.0**30), (1, float("inf")), (8, None), (8, 0.0), (8, 2.0**30)]
-    estimates = [estimate(**size, tensor=tensor, keep=keep) for tensor, keep in cases]
-    command = "python benchmarks/triton_head.py"
-    report = {"command": command, "size": size, "builds": builds, "estimates": estimates}
+    report = {"command": "python benchmarks/triton_head.py", "builds": builds}
     args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(f"{builds_table(report)}\n\n{estimates_table(report)}\n\n{args.json}")
+    print(f"{builds_table(report)}\n\n{args.json}")
 
 
 if __name__ == "__main__":

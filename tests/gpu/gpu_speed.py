@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,8 @@ from step_memory import layers_that_fit, state_bytes
 from torch import Tensor
 
 from backend import FAKE
+from head_on_gpu import inputs as head_inputs
+from head_on_gpu import kernels
 from logprob_head import VARIANTS, ours
 from megatron_fspo.config import Parallel
 from megatron_fspo.config.fp8 import FP8
@@ -33,7 +34,6 @@ from megatron_fspo.mcore.passes.fp8 import probe_fp8
 from megatron_fspo.mcore.passes.score import score_sequences
 from megatron_fspo.mcore.state.offload import Offload
 from megatron_fspo.packing.batch import Packs
-from megatron_fspo.parallel import head as logprobs
 from megatron_fspo.parallel.head import triton_problem
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.types import Prompt, SamplingParams
@@ -205,10 +205,17 @@ def _gap(model: Any, prompts: list[Prompt], sampled: list[Any]) -> float:
     return torch.cat(gaps).double().square().mean().sqrt().item()
 
 
+LONG = {
+    "chunks": partial(ours, kind="torch"),
+    **{f"kernels {gib}": partial(kernels, gib) for gib in (0, 1, 16)},
+}
+"""The head on a micro-batch of full length, by what its kernels may keep, in GiB."""
+
+
 def head(variant: str) -> dict[str, Any]:
     """Log-probs and both gradients from hidden states: memory above the inputs, time, and what was found."""
     new_groups(ALONE, "local")
-    hidden, weight, labels, upstream = _head_inputs(SIZES.long_head if variant in LONG else SIZES.head)
+    hidden, weight, labels, upstream = head_inputs(SIZES.long_head if variant in LONG else SIZES.head)
     run = (VARIANTS | LONG)[variant]
 
     def once() -> Tensor:
@@ -237,27 +244,23 @@ def head(variant: str) -> dict[str, Any]:
     }
 
 
-def _kernels(gib: int, *inputs: Tensor) -> Tensor:
-    with patch.object(logprobs, "KEEP_BYTES", gib << 30):
-        return ours(*inputs, kind="triton")
+def communicators() -> dict[str, Any]:
+    """Bytes of the GPU, as its driver counts them: of CUDA, of a job's groups, of one group more."""
 
+    def used() -> int:
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return total - free
 
-LONG = {
-    "chunks": partial(ours, kind="torch"),
-    **{f"kernels {gib}": partial(_kernels, gib) for gib in (0, 1, 16)},
-}
-"""The head on a micro-batch of full length, by what its kernels may keep, in GiB."""
-
-
-def _head_inputs(size: Mapping[str, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """bf16 hidden states and weight, labels, and the gradient of each log-prob; logits have σ = 2."""
-    torch.manual_seed(0)
-    on = {"device": "cuda", "dtype": torch.bfloat16}
-    hidden = torch.randn(size["tokens"], size["hidden"], **on)
-    weight = torch.randn(size["vocab"], size["hidden"], **on).mul_(2 / size["hidden"] ** 0.5)
-    labels = torch.randint(0, size["vocab"], (size["tokens"],), device="cuda")
-    upstream = torch.randn(size["tokens"], device="cuda")
-    return hidden.requires_grad_(), weight.requires_grad_(), labels, upstream
+    torch.ones(1, device="cuda")
+    seen = [used()]
+    new_groups(ALONE, "local")
+    dist.all_reduce(torch.ones(1, device="cuda"))
+    groups = len(dist.distributed_c10d._world.pg_map)
+    seen.append(used())
+    dist.all_reduce(torch.ones(1, device="cuda"), group=dist.new_group())
+    seen.append(used())
+    return {"context": seen[0], "groups": groups, "all": seen[1] - seen[0], "one": seen[2] - seen[1]}
 
 
 def ring(layers: str) -> dict[str, Any]:

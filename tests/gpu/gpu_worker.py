@@ -59,6 +59,7 @@ def measurements() -> dict[str, Callable[..., dict[str, Any]]]:
         "step": gpu_speed.step,
         "decoding": gpu_speed.decoding,
         "head": gpu_speed.head,
+        "communicators": gpu_speed.communicators,
         "ring": gpu_speed.ring,
         "send": gpu_sending.send,
     }

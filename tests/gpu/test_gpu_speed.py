@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from backend import FAKE
+from megatron_fspo.lab.plan.plan import Given
 from megatron_fspo.parallel.head import triton_problem
 
 pytestmark = pytest.mark.gpu
@@ -77,7 +78,7 @@ def test_the_head_takes_a_fraction_of_the_memory(needs: Needs, measured: Any, ta
 
 
 def test_the_kernels_of_the_head(needs: Needs, measured: Any, table: Any) -> None:
-    """32,768 tokens, H 4096, V 151,936, on one GPU; benchmarks/triton_head.py says what they should take."""
+    """32,768 tokens, H 4096, V 151,936, on one GPU."""
     needs(real="there are no kernels")
     if (problem := triton_problem(torch.device("cuda"), torch.bfloat16)) is not None:
         pytest.skip(f"the kernels in Triton: {problem}")
@@ -97,6 +98,16 @@ def test_the_kernels_of_the_head(needs: Needs, measured: Any, table: Any) -> Non
         assert found["error"] < 1e-4
         assert found["seconds"] < chunks["seconds"]
         assert found["peak"] < chunks["peak"] + min(gib, 10) * GIB + GIB
+
+
+def test_the_reserve_of_plan_holds_the_communicators(needs: Needs, measured: Any, table: Any) -> None:
+    needs(real="there is no NCCL")
+    found = measured("communicators")
+    context, groups, one = found["context"], found["all"], found["one"]
+    table("memory besides torch's", "CUDA", context / GIB, "", "GiB")
+    table("memory besides torch's", f"{found['groups']} process groups", groups / GIB, "", "GiB")
+    table("memory besides torch's", "one group more", one / GIB, "", "GiB")
+    assert context + groups < Given(world=1).reserve_gib * GIB
 
 
 def test_weights_arrive_on_another_gpu(needs: Needs, measured: Any, table: Any) -> None:

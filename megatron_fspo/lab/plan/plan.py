@@ -35,8 +35,10 @@ class Given:
     world: int
     """Number of training ranks."""
     gpu_gib: float = 80.0
-    reserve_gib: float = 6.0
-    """GiB of a GPU reserved for the CUDA context, NCCL, workspaces and fragmentation. A guess."""
+    reserve_gib: float = 10.0
+    """GiB of a GPU reserved. CUDA took 0.6 GiB and the trainer's 21 process groups 8.1: 0.55 the first, 0.38
+    each other, connected or not (one H200, NCCL 2.28.9, one rank: groups over several GPUs may need more or
+    less). The rest, for workspaces and fragmentation, is a guess."""
     mean_prompt: float | None = None
     """Mean tokens of a prompt; by default half of the limit."""
     mean_response: float | None = None
@@ -228,6 +230,7 @@ def _work(config: Config, shape: Shape, given: Given, servers: ServerMemory | No
         samplers=samplers,
         sampler_gpus=gpus,
         side_by_side=side_by_side,
+        embedded=servers is None,
     )
 
 

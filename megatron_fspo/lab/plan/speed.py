@@ -1,4 +1,4 @@
-"""Estimates of the time of a step by phase, from assumed FLOP/s and bandwidths. None was measured.
+"""Estimates of the time of a step by phase, from assumed FLOP/s and bandwidths.
 
 The time of a phase is its arithmetic or its memory traffic, whichever is longer, plus all of its messages,
 without overlap. Short kernels, uneven packs and experts, varying prompt lengths, rewards, evaluation and
@@ -16,12 +16,15 @@ from megatron_fspo.lab.plan.state import model_values, state
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """Assumed speeds of a GPU. The peaks are from NVIDIA's datasheet of the H100 SXM 80GB and for a node with
-    one 400 Gb/s adapter per GPU; the achieved shares of the peaks are guesses."""
+    one 400 Gb/s adapter per GPU; the achieved shares of the peaks are guesses. *Measured* are those of one
+    H200 (benchmarks/results/gpu_h200.md)."""
 
     flops: float = 989e12
     """Peak dense bf16 FLOP/s of a GPU."""
     flops_share: float = 0.4
-    """Share of ``flops`` that the trainer's passes reach."""
+    """Share of ``flops`` that the trainer's passes reach. Measured 0.58 without tensor parallelism."""
+    fp8_speedup: float = 1.3
+    """Of passes, against bf16. Measured 1.21 to 1.34, with the head in bf16."""
     memory: float = 3.35e12
     """Memory bandwidth of a GPU, bytes per second."""
     memory_share: float = 0.6
@@ -36,7 +39,9 @@ class Machine:
     host: float = 2e9
     """Bytes per second of a weight update through CPUs (gloo) or a shared disk."""
     decoding_seconds: float = 0.01
-    """Fixed seconds of a decoding step: kernel launches, sampling, scheduler."""
+    """Fixed seconds of a server's decoding step: kernel launches, sampling, scheduler."""
+    embedded_layer_seconds: float = 0.0022
+    """The same of the embedded sampler, per layer. Measured: 63 ms with 28 layers."""
 
     def between(self, ranks: int) -> float:
         """Return the bytes per second within a group of ``ranks`` consecutive ranks."""
@@ -70,6 +75,8 @@ class Work:
     """GPUs per sampler, among which its weights are split."""
     side_by_side: int
     """Responses that a sampler decodes at a time."""
+    embedded: bool
+    """True if the trainer samples."""
 
     @property
     def tokens(self) -> float:
@@ -162,9 +169,16 @@ def sampling(shape: Shape, work: Work, machine: Machine) -> Phase:
         parts={
             "prompts": 2 * active * work.prompts * work.prompt_tokens / work.samplers / flops,
             "memory bandwidth" if memory >= arithmetic else "arithmetic": steps * max(memory, arithmetic),
-            "decoding steps": steps * machine.decoding_seconds,
+            "decoding steps": steps * fixed_seconds(shape, work, machine),
         },
     )
+
+
+def fixed_seconds(shape: Shape, work: Work, machine: Machine) -> float:
+    """Return the seconds of a decoding step that do not depend on its size."""
+    if work.embedded:
+        return shape.arch.num_layers * machine.embedded_layer_seconds
+    return machine.decoding_seconds
 
 
 def sending(shape: Shape, machine: Machine, transfer: str | None) -> Phase:
@@ -187,7 +201,7 @@ def sending(shape: Shape, machine: Machine, transfer: str | None) -> Phase:
 
 def _rate(shape: Shape, machine: Machine) -> float:
     """Return the FLOP/s of all ranks together."""
-    return shape.world * machine.flops * machine.flops_share * (2 if shape.fp8 else 1)
+    return shape.world * machine.flops * machine.flops_share * (machine.fp8_speedup if shape.fp8 else 1)
 
 
 def _bubble(shape: Shape, micro_batches: int) -> float:
