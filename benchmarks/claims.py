@@ -1,11 +1,13 @@
-"""Verdicts on the claims of ``benchmarks/evidence/claims.toml``, from the results of its sweeps.
+"""Verdicts on the claims of a file of ``benchmarks/evidence``, from the results of its runs.
 
     python benchmarks/claims.py
+    python benchmarks/claims.py benchmarks/evidence/claims_density.toml
 
-Claims are compared over seeds: paired t tests of a difference, and two one-sided ones of a difference within
-the margin (TOST). Over all claims of the file, also those whose runs are not made, Holm's correction keeps
-the chance of any false difference below 5%, and that of any false equality. Equality also needs a test that
-would find it four times in five where it is so.
+Claims are compared over seeds: paired t tests of a difference, one-sided ones of a difference beyond the
+margin, and two one-sided ones of a difference within it (TOST). Over all claims of the file, also those whose
+runs are not made, Holm's correction keeps the chance of any false difference below 5%, and likewise that of
+any false "beyond" and of any false equality. Equality also needs a test that would find it four times in five
+where it is so.
 """
 
 from __future__ import annotations
@@ -24,8 +26,22 @@ from machine import ROOT, markdown, options_of
 
 CLAIMS = ROOT / "benchmarks/evidence/claims.toml"
 LEVEL, POWER = 0.05, 0.8
-Verdict = Literal["supported", "dead", "no difference", "not supported", "not run"]
-"""Dead: the opposite is shown. Not supported: nothing is, either way."""
+Verdict = Literal[
+    "supported beyond the margin",
+    "supported",
+    "supported within the margin",
+    "direction only",
+    "no difference",
+    "opposite",
+    "different",
+    "dead",
+    "open",
+    "not run",
+]
+"""Of a difference that is claimed: supported, if it is clear and has the sign; *direction only*, if the claim
+is one of size (``beyond``) and that is not shown; opposite, if it is clear and has the other sign; no
+difference, if it is within the margin. Of an equality: supported, if within the margin; different, if the
+difference is clear. Dead: opposite or different by more than the margin. Open: none of it is shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +55,8 @@ class Claim:
     less: str
     test: Literal["above", "below", "equal"]
     margin: float
+    beyond: bool = False
+    """The claim is that the difference exceeds the margin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +71,8 @@ class Comparison:
     """p of the two-sided t test."""
     within: float
     """p of TOST: the larger of the one-sided tests against either end of the margin."""
+    beyond: float
+    """p of the one-sided test that the difference, with the sign that was measured, exceeds the margin."""
     power: float
     """Chance that TOST finds equal arms within the margin, at 5%, with this spread over as many seeds."""
 
@@ -68,28 +88,37 @@ def compare(gaps: Sequence[float], margin: float) -> Comparison:
         half_width=float(law.ppf(0.975)) * error,
         different=float(2 * law.sf(abs(mean) / error)),
         within=float(max(law.sf((mean + margin) / error), law.sf((margin - mean) / error))),
+        beyond=float(law.sf((abs(mean) - margin) / error)),
         power=max(0.0, float(2 * law.cdf(margin / error - law.ppf(1 - LEVEL)) - 1)),
     )
 
 
 def judge(claims: Sequence[Claim], tests: Sequence[Comparison | None]) -> list[Verdict]:
     """A verdict each; None for a claim whose runs are not made."""
-    differs = holm([1.0 if test is None else test.different for test in tests])
-    within = holm([1.0 if test is None else test.within for test in tests])
-    return [_verdict(*each) for each in zip(claims, tests, differs, within, strict=True)]
+    shown = [
+        holm([1.0 if test is None else getattr(test, kind) for test in tests])
+        for kind in ("different", "within", "beyond")
+    ]
+    return [_verdict(*each) for each in zip(claims, tests, *shown, strict=True)]
 
 
-def _verdict(claim: Claim, test: Comparison | None, differs: bool, within: bool) -> Verdict:
+def _verdict(claim: Claim, test: Comparison | None, differs: bool, within: bool, beyond: bool) -> Verdict:
     if test is None:
         return "not run"
     equal = within and test.power >= POWER
     if claim.test == "equal":
         if equal:
             return "supported"
-        return "dead" if differs and abs(test.value) > claim.margin else "not supported"
-    if differs:
-        return "supported" if (test.value > 0) == (claim.test == "above") else "dead"
-    return "no difference" if equal else "not supported"
+        return "dead" if beyond else "different" if differs else "open"
+    if differs and (test.value > 0) == (claim.test == "above"):
+        if beyond:
+            return "supported beyond the margin"
+        if claim.beyond:
+            return "direction only"
+        return "supported within the margin" if equal else "supported"
+    if differs and not equal:
+        return "dead" if beyond else "opposite"
+    return "no difference" if equal else "open"
 
 
 def holm(p: Sequence[float]) -> list[bool]:
@@ -139,8 +168,9 @@ def table(claims: Sequence[Claim]) -> str:
 
 def main() -> None:
     """Print the verdicts."""
-    options_of(__doc__).parse_args()
-    print(table(read_claims()))
+    parser = options_of(__doc__)
+    parser.add_argument("file", nargs="?", type=Path, default=CLAIMS)
+    print(table(read_claims(parser.parse_args().file)))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tomllib
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from launch import REPO
 
 sys.path.insert(0, str(REPO / "benchmarks"))
+import density
 import recompute
 from claims import CLAIMS, Claim, compare, differences, holm, judge, read_claims
 from evidence import PARTS
@@ -22,19 +24,28 @@ GAPS = np.array([-1.0, 1, -1, 1, -1, 1, -1, 1]) / 1000
 
 
 def claim(test: Any, margin: float = 0.02) -> Claim:
-    return Claim(part="p", text="t", figure="f", arm="a", less="b", test=test, margin=margin)
+    beyond = test == "beyond"
+    test = "above" if beyond else test
+    return Claim(part="p", text="t", figure="f", arm="a", less="b", test=test, margin=margin, beyond=beyond)
 
 
 @pytest.mark.parametrize(
     ("test", "shift", "spread", "verdict"),
     [
-        ("above", 0.01, 1.0, "supported"),
-        ("below", 0.01, 1.0, "dead"),
+        ("above", 0.05, 1.0, "supported beyond the margin"),
+        ("above", 0.021, 6.0, "supported"),
+        ("beyond", 0.021, 6.0, "direction only"),
+        ("beyond", 0.05, 1.0, "supported beyond the margin"),
+        ("above", 0.01, 1.0, "supported within the margin"),
+        ("below", 0.05, 1.0, "dead"),
+        ("below", 0.021, 6.0, "opposite"),
+        ("below", 0.01, 1.0, "no difference"),
         ("above", 0.0, 1.0, "no difference"),
-        ("above", 0.0, 30.0, "not supported"),  # nothing is known
+        ("above", 0.0, 30.0, "open"),  # nothing is known
         ("equal", 0.005, 1.0, "supported"),  # a difference, but within the margin
         ("equal", 0.05, 1.0, "dead"),
-        ("equal", 0.0, 18.0, "not supported"),  # within the margin perhaps: too few seeds to say
+        ("equal", 0.021, 6.0, "different"),  # a difference, but not known to exceed the margin
+        ("equal", 0.0, 18.0, "open"),  # within the margin perhaps: too few seeds to say
     ],
 )
 def test_a_verdict_is_what_the_runs_show(test: str, shift: float, spread: float, verdict: str) -> None:
@@ -69,6 +80,13 @@ def test_claims_are_of_sweeps_and_compared_by_seed() -> None:
     for one in claims:
         sweep = read_sweep(REPO / f"benchmarks/evidence/{one.part}.toml")
         assert one.part in PARTS and {one.arm, one.less} - removed <= sweep.arms.keys() and one.margin > 0
+    for one in read_claims(REPO / "benchmarks/evidence/claims_density.toml"):
+        of_setting = {
+            density.name_of(kind, temper, rate, arm)
+            for kind, rate, temper in product(density.DENSITIES, density.RATES, density.ARMS)
+            for arm in density.ARMS[temper]
+        }
+        assert one.part == "density" and {one.arm, one.less} <= of_setting
     runs = [("a", 1, 0.5), ("b", 2, 0.1), ("b", 1, 0.2), ("a", 3, 0.9)]
     result = {"runs": [{"arm": arm, "seed": seed, "f": value} for arm, seed, value in runs]}
     assert differences(result, claim("above")) == pytest.approx([0.3])
