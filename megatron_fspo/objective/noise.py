@@ -9,7 +9,7 @@ distribution of the responses nearest in length: a few tokens cause most of it, 
 from long ones in content. Beyond the longest response, Z stays that of the longest and S grows as √L.
 
 If one of the passes sampled the responses, the drift is minus the KL divergence per token, about −sigma²/2.
-It exceeds the spread from L* = (sigma / drift)² ≈ 4 / sigma² on.
+It exceeds the spread from the drift length (sigma / drift)² ≈ 4 / sigma² on.
 
 Shapes: N responses. Units: nats; sigma in nats per √token.
 Source: all of this file is ours.
@@ -49,8 +49,8 @@ class Noise:
         return self.residuals.square().mean().sqrt().item()
 
     @property
-    def crossover(self) -> float:
-        """L* in tokens, where the drift equals sigma·√L; infinite without drift."""
+    def drift_length(self) -> float:
+        """Tokens at which the drift equals sigma·√L; infinite without drift."""
         return (self.sigma / self.drift) ** 2 if self.drift else math.inf
 
     @property

@@ -71,8 +71,8 @@ class NoiseRecord(_Record):
     drift: Interval
     exponent: Interval = (None, None, None)
     """a in spread(S − drift·L) ∝ L^a, ½ for independent noise; null if the range of lengths is too small."""
-    crossover: Interval
-    """L*; null if no drift was measured."""
+    drift_length: Interval
+    """Tokens at which the drift equals sigma·√L; null if no drift was measured."""
     smallest_c: Interval
     """Smallest c with at most 1% of the responses outside the band at the run's longest length."""
     smallest_c_centred: Interval

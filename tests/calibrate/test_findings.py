@@ -33,8 +33,8 @@ def test_figures_are_those_of_what_was_put_in(many: Calibration) -> None:
     found = many
     assert (found.responses, found.prompts, found.longest) == (1599, 400, 399)
     by_kind = {(one.kind, one.precision): one for one in found.comparisons}
-    crossover = by_kind["updates", "bfloat16"].crossover[0]
-    assert crossover == pytest.approx((SIGMA["updates"] / DRIFT["updates"]) ** 2, rel=0.5)
+    drift_length = by_kind["updates", "bfloat16"].drift_length[0]
+    assert drift_length == pytest.approx((SIGMA["updates"] / DRIFT["updates"]) ** 2, rel=0.5)
     for kind in ("sampler", "updates"):
         one = by_kind[kind, "bfloat16"]
         for (value, low, high), true in ((one.sigma, SIGMA[kind]), (one.drift, DRIFT[kind])):
@@ -45,7 +45,7 @@ def test_figures_are_those_of_what_was_put_in(many: Calibration) -> None:
         assert value is not None and low is not None and high is not None
         assert value == pytest.approx(0.5, abs=0.12) and low < 0.5 < high and high - low < 0.4
     same = by_kind["repeat", "bfloat16"]
-    assert same.sigma == (0, 0, 0) and same.exponent == same.crossover == (None, None, None)
+    assert same.sigma == (0, 0, 0) and same.exponent == same.drift_length == (None, None, None)
     assert by_kind["updates", "blockwise"].emulated
     assert found.first_updates is not None and found.first_updates[0] == pytest.approx(0.1, rel=0.1)
     assert found.first_updates_exponent is not None
@@ -127,7 +127,7 @@ def test_measurements_without_a_figure() -> None:
     unsure = measured(sequences=40, differences=[updates])
     updates.sums[:] = 0.04 * unsure.lengths.sqrt() * torch.tensor([1.0, -1.0]).repeat(20)
     (found,) = calibration_of(unsure, config(), device="cpu").comparisons
-    assert found.drift[1] < 0 < found.drift[2] and found.crossover == (None, None, None)  # type: ignore[operator]
+    assert found.drift[1] < 0 < found.drift[2] and found.drift_length == (None, None, None)  # type: ignore[operator]
     broken = measured(first_updates=None)
     broken.differences[0].sums.fill_(math.nan)
     with pytest.raises(TrainingError, match=r"repeat \(bfloat16\): no response"):

@@ -32,7 +32,7 @@ def test_a_random_walk_is_recovered_and_predicted_at_lengths_that_were_not_seen(
     noise = noise_of(*drawn(20_000, sigma=sigma, drift=drift))
     assert noise.sigma == pytest.approx(sigma, rel=0.05)
     assert noise.drift == pytest.approx(drift, rel=0.05)
-    assert noise.crossover == pytest.approx((sigma / drift) ** 2, rel=0.15)
+    assert noise.drift_length == pytest.approx((sigma / drift) ** 2, rel=0.15)
     lengths = torch.tensor([4, 100, 2000, 16384])
     for length, found in zip(lengths.tolist(), noise.clip_rates(lengths, BAND).tolist(), strict=True):
         shift = drift * math.sqrt(length)
@@ -46,7 +46,7 @@ def test_short_and_long_responses_have_noise_of_their_own() -> None:
     sign = torch.tensor([1.0, -1.0]).repeat(200).double()
     sums = torch.where(lengths == 8, 0.01, 0.2) * lengths.sqrt() * sign
     noise = noise_of(sums, lengths)
-    assert noise.drift == 0 and noise.crossover == math.inf
+    assert noise.drift == 0 and noise.drift_length == math.inf
     assert noise.clip_rates(torch.tensor([1, 8, 800, 9000]), BAND).tolist() == [0, 0, 1, 1]
     assert noise.smallest_c(0.01, 8) == pytest.approx(0.01)
     assert noise.smallest_c(0.01, 9000) == pytest.approx(0.2)
@@ -69,7 +69,7 @@ def test_the_smallest_c_leaves_the_share_that_was_asked_for() -> None:
 def test_two_equal_passes_have_no_noise() -> None:
     lengths = torch.tensor([3, 9, 0, 4])
     noise = noise_of(torch.zeros(4), lengths)
-    assert (noise.sigma, noise.drift, noise.crossover) == (0, 0, math.inf)
+    assert (noise.sigma, noise.drift, noise.drift_length) == (0, 0, math.inf)
     assert noise.lengths.tolist() == [3, 4, 9]  # the empty response is in nothing
     assert noise.clip_rates(torch.tensor([0, 5, 5]), BAND).tolist() == [0, 0, 0]
     assert noise.smallest_c(0.01, 100) == 0

@@ -142,14 +142,14 @@ def _record(difference: PassDifference, measured: Measured, band: ClipBand, long
             noise.sigma,
             noise.drift,
             fit_exponent(some - noise.drift * of, of),
-            noise.crossover,
+            noise.drift_length,
             noise.smallest_c(SHARE, longest),
             noise.smallest_c(SHARE, longest, centred=True),
             *noise.clip_rates(torch.tensor(at), band).tolist(),
         ]
 
     estimates = resample_groups(statistics, sums, lengths, groups)
-    sigma, drift, exponent, crossover, smallest, centred, *rates = map(interval, estimates)
+    sigma, drift, exponent, overtakes, smallest, centred, *rates = map(interval, estimates)
     whole = noise_of(sums, lengths)
     return NoiseRecord(
         kind=difference.kind,
@@ -159,7 +159,7 @@ def _record(difference: PassDifference, measured: Measured, band: ClipBand, long
         drift=drift,
         exponent=exponent,
         # Only where the interval of the drift is on one side of 0.
-        crossover=crossover if (drift[1] or 0) * (drift[2] or 0) > 0 else (None, None, None),
+        drift_length=overtakes if (drift[1] or 0) * (drift[2] or 0) > 0 else (None, None, None),
         smallest_c=smallest,
         smallest_c_centred=centred,
         lengths=tuple(whole.lengths.int().tolist()),

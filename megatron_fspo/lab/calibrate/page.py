@@ -81,7 +81,7 @@ def _comparisons(calibration: Calibration) -> Table:
         "sigma / √token": [both(one.sigma) for one in comparisons],
         "drift / token": [both(one.drift) for one in comparisons],
         "exponent": [both(one.exponent, ".2f") for one in comparisons],
-        "L*": [both(one.crossover, ",.0f") for one in comparisons],
+        "drift length": [both(one.drift_length, ",.0f") for one in comparisons],
         "smallest c": [both(one.smallest_c) for one in comparisons],
         "c, centred": [both(one.smallest_c_centred) for one in comparisons],
     }
@@ -144,7 +144,7 @@ def _rates(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
 
 @picture(4.6, 3.6)
 def _spread(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
-    """Draw sigma·√L and |drift|·L against length: they cross at L*."""
+    """Draw sigma·√L and |drift|·L against length: they cross at the drift length."""
     axes = figure.subplots()
     at = lengths_up_to(longest)
     for one, colour in zip(noisy, _COLOURS, strict=False):
