@@ -6,8 +6,8 @@
     python benchmarks/evidence.py --short            # two runs of five small steps: the machinery only
 
 A part is a sweep of ``benchmarks/evidence/``; its first run says how long the others will take, and a run
-that is there is not made again. Figures go to ``benchmarks/results/evidence_<part>.json``, the picture of the
-first part to docs/fairness.svg, and the records of ``KEPT`` to a ``.npz`` (the others' are too large);
+that is there is not made again. Figures go to ``benchmarks/results/evidence_<part>.json`` and the records of
+``KEPT`` to a ``.npz`` (the others' are too large), from which docs/fairness.svg is drawn for the ledger;
 `make docs` writes the page from these files.
 """
 
@@ -28,6 +28,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from machine import ROOT, cpu, options_of
+from megatron_fspo.evaluation.intervals import t_half_width
+from megatron_fspo.lab.report.drawing import length_axis
 from megatron_fspo.lab.report.history import Records
 from megatron_fspo.lab.sweep.file import Sweep, planned, read_sweep
 from megatron_fspo.lab.sweep.processes import make
@@ -39,10 +41,9 @@ KEPT = ("ledger", "ledger_growth")
 PROGRAMS = {"random": ("benchmarks/ledger/random_clip.py", "sqrt")}
 """Arm → words after ``python``, of one that is no run of ``megatron-fspo train``."""
 LOOKS = {
-    "sqrt": ("FSPO, √L", "#0072b2", "o"),
-    "measured": ("FSPO, exponent measured", "#cc79a7", "D"),
+    "sqrt": ("√L (FSPO)", "#0072b2", "o"),
     "constant": ("constant", "#d55e00", "s"),
-    "gspo": ("GSPO", "#009e73", "v"),
+    "linear": ("L", "#009e73", "v"),
 }
 """Arm → label, colour (Okabe and Ito's) and marker."""
 SHORT = "--run.steps 5 --rollout.prompts 12 --evaluation.every 5 --evaluation.samples 4".split()
@@ -113,22 +114,37 @@ def rates_by_length(runs: Sequence[Records], column: str) -> tuple[list[float], 
     return means, rates
 
 
-def draw(found: Mapping[str, Any], path: Path) -> None:
-    """Share really clipped against response length, with its interval over seeds, by arm."""
+def draw(records: Path, found: Mapping[str, Any], path: Path) -> None:
+    """Share really clipped against response length, for either sign of A, with its interval over seeds."""
+    with np.load(records) as file:
+        judged = file["advantage"] != 0
+        column = {name: file[name][judged] for name in ("arm", "seed", "length", "advantage", "clipped")}
+    bins = length_bins(torch.from_numpy(column["length"].astype("i8")), 8).numpy()
+    lengths = [column["length"][bins == number].mean() for number in np.unique(bins)]
     with rc_context({"svg.hashsalt": "evidence", "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(6.8, 3.8), layout="constrained", facecolor="white")
-        axes = figure.subplots()
-        for arm in (arm for arm in LOOKS if arm in found["arms"]):
-            (label, colour, marker), means = LOOKS[arm], found["arms"][arm]
-            rates, reach = (
-                np.array([one[key] for one in means["clipped_rates"]]) for key in ("value", "half_width")
-            )
-            axes.fill_between(found["lengths"], rates - reach, rates + reach, color=colour, alpha=0.13, lw=0)
-            label += f": LRE {means['lre_signed']['value']:.3f}"
-            axes.plot(found["lengths"], rates, color=colour, marker=marker, ms=5, lw=2.2, label=label)
-        axes.set(xlabel="response length (tokens)", ylabel="share really clipped", ylim=(0, None))
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False, fontsize=8.5)
+        figure = Figure(figsize=(8.2, 3.7), layout="constrained", facecolor="white")
+        signs = {"A > 0": column["advantage"] > 0, "A < 0": column["advantage"] < 0}
+        for axes, (title, of_sign) in zip(figure.subplots(1, 2, sharey=True), signs.items(), strict=True):
+            for arm in (arm for arm in LOOKS if arm in found["arms"]):
+                (label, colour, marker), error = LOOKS[arm], found["arms"][arm]["lre_within_sign"]
+                own = of_sign & (column["arm"] == arm)
+                rates = [
+                    [
+                        float(column["clipped"][own & (bins == number) & (column["seed"] == seed)].mean())
+                        for seed in np.unique(column["seed"])
+                    ]
+                    for number in np.unique(bins)
+                ]
+                mean, reach = np.mean(rates, 1), np.array([t_half_width(row) for row in rates])
+                axes.fill_between(lengths, mean - reach, mean + reach, color=colour, alpha=0.13, lw=0)
+                label += f": LRE {error['value']:.3f}"
+                axes.plot(lengths, mean, color=colour, marker=marker, ms=5, lw=2.2, label=label)
+            length_axis(axes)
+            axes.set_title(title)
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        figure.axes[0].set(ylabel="share really clipped", ylim=(0, None))
+        shown = figure.axes[0].get_legend_handles_labels()
+        figure.legend(*shown, loc="outside upper center", ncols=3, frameon=False)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
@@ -165,10 +181,11 @@ def main() -> None:
         content = {"command": command, "machine": facts, "sweep": sweep.model_dump(mode="json"), **found}
         path = results / f"evidence_{part}.json"
         path.write_text(as_json(content), encoding="utf-8")
-        if part == PARTS[0]:
-            draw(found, results / "fairness.svg" if args.short else ROOT / "docs/fairness.svg")
-        if part in KEPT:
+        if part in KEPT or args.short:
             keep(sweep, path.with_suffix(".npz"))
+        if part == KEPT[0] or args.short:
+            picture = results / "fairness.svg" if args.short else ROOT / "docs/fairness.svg"
+            draw(path.with_suffix(".npz"), found, picture)
         print(path)
     if args.short:
         shutil.rmtree(results)

@@ -25,7 +25,7 @@ from megatron_fspo.lab.explain.losses import (
     reach,
     with_limits,
 )
-from megatron_fspo.lab.explain.text import sentences
+from megatron_fspo.lab.explain.text import _growth, sentences
 from megatron_fspo.losses import CTPOLoss, PolicyLossConfig
 from megatron_fspo.objective.calibration import Exponent, sigma_hat
 
@@ -245,6 +245,43 @@ def test_noise_without_tokens_is_a_normal_walk(dump: Dump) -> None:
     assert found.given[0].noise == pytest.approx(expected, rel=0.05)
     assert isinstance(found.exponent, Exponent)
     assert found.exponent.interval[0] < 0.5 < found.exponent.interval[1]
+
+
+@pytest.mark.parametrize(
+    ("of", "longest", "said"),
+    [
+        ("tokens", 2000, "Var(S) grows as L, as with independent tokens: |S| grows as L^0.5"),
+        ("shift", 2000, "Var(S) grows as L², as with a shift that all tokens share: |S| grows as L^"),
+        (
+            "decisions",
+            2000,
+            "Var(S) does not grow with L, as with a fixed number of decisions: |S| grows as L^",
+        ),
+        ("tokens", 50, "How Var(S) grows with L is not measured: the lengths span too little"),
+    ],
+)
+def test_the_growth_of_s_names_the_band(of: str, longest: int, said: str, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for _ in range(800):
+        length = int(20 * (longest / 20) ** torch.rand((), generator=generator).item())
+        tokens = 0.02 * torch.randn(length, generator=generator, dtype=torch.float64)
+        if of == "shift":
+            tokens += 0.02 * torch.randn((), generator=generator, dtype=torch.float64)
+        if of == "decisions":  # twenty tokens, spread over the response; the others are certain
+            tokens *= torch.arange(length) * 20 % length < 20
+        rows.append({"length": length, "log_ratio_sum": tokens.sum().item(), "advantage": 1.0})
+    found = explanation_of(read_dump(write(tmp_path / "dump.jsonl", rows), {}), BAND_LOSSES[:1])
+    (sentence,) = [line for line in sentences(found) if "Var(S)" in line]
+    assert sentence.startswith(said)
+    bands = {"tokens": "a √L band", "shift": "a band that grows as L", "decisions": "a constant band"}
+    assert (f"So {bands[of]} (exponent" in sentence) == (longest > 50)
+
+
+def test_a_growth_between_two_laws_names_both() -> None:
+    said = _growth(Exponent(value=0.3, interval=(0.2, 0.4), span=9.0))
+    assert "does not grow" in said and "it grows as L, " in said and "band" not in said
+    assert said.endswith("which is open: |S| grows as L^0.30 [0.20, 0.40].")
 
 
 def test_dumps_too_small_or_too_large_for_a_figure(tmp_path: Path) -> None:

@@ -28,6 +28,12 @@ INDEPENDENT = {
     "row": "all {:,} rows as independent: the dump names neither prompts nor responses",
 }
 """Kind of the clusters → its words."""
+LAWS = (
+    ("does not grow with L, as with a fixed number of decisions", "a constant band (exponent 0)"),
+    ("grows as L, as with independent tokens", "a √L band (exponent 0.5)"),
+    ("grows as L², as with a shift that all tokens share", "a band that grows as L (exponent 1)"),
+)
+"""What Var(S) does, and the band that clips evenly then, for |S| near L^0, L^0.5 and L^1."""
 _FIGURES = "sigma exponent parts flips bins given rate matched disagreements".split()
 
 
@@ -155,6 +161,7 @@ def sentences(explanation: Explanation) -> Iterator[str]:
             f"{given[0].name} has none or all of the responses outside its band, so there is no rate to "
             "compare the losses at: give one, such as --rate 0.1."
         )
+    yield _growth(explanation.exponent)
     yield _dump(explanation)
     if explanation.parts is not None:
         yield _parts(explanation.parts)
@@ -176,6 +183,17 @@ def limits_of(limits: dict[str, float]) -> str:
     return ", ".join(f"{name} = {value:.3g}" for name, value in limits.items())
 
 
+def _growth(grown: Exponent | str) -> str:
+    """Say which of the laws holds, if the interval of the exponent is nearest to one of them at both ends."""
+    if isinstance(grown, str):
+        return f"How Var(S) grows with L is not measured: {grown}."
+    first, last = (min(max(round(2 * end), 0), 2) for end in grown.interval)
+    (law, band), (other, _) = LAWS[first], LAWS[last]
+    if first < last:
+        return f"Var(S) {law}, or it {other}, which is open: |S| {_law(grown)}."
+    return f"Var(S) {law}: |S| {_law(grown)}. So {band} would clip evenly."
+
+
 def _dump(explanation: Explanation) -> str:
     dump, bins = explanation.dump, explanation.bins
     text = (
@@ -184,11 +202,6 @@ def _dump(explanation: Explanation) -> str:
         f"{bins[-1].low:,} tokens on have {bins[-1].tokens:.0%} of the tokens. S/√L has the spread "
         f"{explanation.sigma:.3g}, so a √L band of 2 sigma has c = {2 * explanation.sigma:.3g}"
     )
-    grown = explanation.exponent
-    if isinstance(grown, str):
-        text += f"; how |S| grows with L is not measured: {grown}"
-    else:
-        text += f"; |S| {_law(grown)}, where a random walk has 0.5"
     text += f". Intervals take {INDEPENDENT[dump.clustered_by].format(dump.clusters_count)}"
     if dump.log_ratio is None:
         text += ". Without token log-probs losses that decide by tokens or prefixes are left out"
