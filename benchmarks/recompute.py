@@ -1,16 +1,25 @@
-"""Two tables of docs/evidence.md again, from kept records, with numpy and nothing of ours.
+"""Tables of docs/evidence.md again, from kept records, with numpy and nothing of ours.
 
     python benchmarks/recompute.py benchmarks/results/evidence_ledger.npz
+    python benchmarks/recompute.py benchmarks/results/evidence_density.npz
 
-Of every arm: how many of the responses with an advantage were clipped, short and long; and LRE of what was
-clipped, over 8 length bins, within signs of A, and within optimizer steps. Means over seeds.
+Of every arm of the ledger: how many of the responses with an advantage were clipped, short and long; and LRE
+of what was clipped, over 8 length bins, within signs of A, and within optimizer steps. Means over seeds.
+
+Of every arm of density.py: accuracy at 1,024 tokens, mean over seeds; its difference from √L; the chance of
+so large a one if its sign were random in every seed (100,000 draws); and of seed 1 the share that the band
+clipped in the last four rollouts, from S, A and c.
 """
 
 import argparse
+import json
+from pathlib import Path
 
 import numpy as np
 
 SHORT = 40
+LATE = np.array([800, 1024, 1024, 1024])
+"""Tokens of a response in the last rollouts of density.py."""
 
 
 def lre(accepted, length, strata):
@@ -50,8 +59,31 @@ def figures(path):
     return found
 
 
+def density(path):
+    """Arm → accuracy, less √L, p, clipped late in seed 1."""
+    file, random = np.load(path), np.random.default_rng(0)
+    accuracy = {}
+    for run in json.loads(Path(path).with_suffix(".json").read_text())["runs"]:
+        accuracy.setdefault(run["arm"], {})[run["seed"]] = run["accuracy/long"]
+    found = {}
+    for name, by_seed in accuracy.items():
+        setting, arm = name.split("/")
+        other = accuracy[f"{setting}/sqrt"]
+        gaps = np.array([by_seed[seed] - other[seed] for seed in sorted(by_seed)])
+        flipped = (random.choice([-1.0, 1.0], size=(100_000, len(gaps))) * gaps).mean(1)
+        chance = (np.abs(flipped) >= abs(gaps.mean()) - 1e-12).mean()
+        sums, advantage, c = (file[f"{setting}.{arm}/{key}"] for key in ("sums", "advantages", "c"))
+        edge = (c * LATE ** {"constant": 0.0, "linear": 1.0}.get(arm, 0.5))[:, None, None]
+        sign = np.sign(advantage)[:, None, :]
+        clipped = (sums * sign > edge) & (arm not in ("none", "bare"))
+        shares = [clipped[i][:, sign[i, 0] != 0].mean() for i in range(len(LATE))]
+        found[name] = np.array([np.mean([*by_seed.values()]), gaps.mean(), chance, np.mean(shares)])
+    return found
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("file")
-    for arm, row in figures(parser.parse_args().file).items():
-        print(f"{arm:<14}", "  ".join(f"{value:.3f}" for value in row))
+    name = parser.parse_args().file
+    for arm, row in (density if "density" in name else figures)(name).items():
+        print(f"{arm:<30}" if "/" in arm else f"{arm:<14}", "  ".join(f"{value:.3f}" for value in row))

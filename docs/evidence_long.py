@@ -48,6 +48,8 @@ def long_responses(long: Mapping[str, Any]) -> dict[str, str]:
                 for name, one in found.items()
             ],
         ),
+        "long_drift": ranged(first["drift"], ".5f"),
+        "long_half": f"{-(first['noise']['value'] ** 2) / 2:.5f}",
         "correlated_noise": f"{max(map(abs, first['autocorrelation'].values())):.3f}",
         "correlated_near": f"{one['autocorrelation']['4']:.2f}",
         "correlated_far": f"{one['autocorrelation']['1024']:.2f}",

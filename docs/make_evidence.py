@@ -17,6 +17,7 @@ from scipy import stats
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "docs")]
+from evidence_density import density  # noqa: E402
 from evidence_long import long_responses, rows  # noqa: E402
 
 from claims import Claim, judge, read_claims, tested  # noqa: E402
@@ -72,6 +73,7 @@ LEDGER_COLUMNS = {
 }
 GROWTH_COLUMNS = {
     "clipped_more": "change",
+    "lre_within_sign": "LRE",
     "accuracy/long_held_out": "accuracy, long",
 }
 WORDS = {"words": "16", "words_fresh": "2", "words_bf16": "16, bf16"}
@@ -81,6 +83,9 @@ REWARD_COLUMNS = {
 }
 SHORT = 40
 """Tokens of a short response of the ledger at most."""
+
+COVERED = [("accuracy", "ours"), ("accuracy", "paired"), ("lre", "mean"), ("lre", "max")]
+COVERED += [("parts", "noise"), ("parts", "signal")]
 
 TEMPLATE = Path(__file__).with_name("evidence.md.in")
 
@@ -107,20 +112,24 @@ def render() -> str:
         ledger_lre=f"{sqrt['lre_signed']['value']:.2f}",
         ledger_by_sign=f"{sqrt['by_sign']['value']:.2f}",
         ledger_by_step=f"{sqrt['by_update']['value']:.2f}",
-        growth=table(growth["arms"], GROWTH, GROWTH_COLUMNS),
+        growth=table(
+            growth["arms"], GROWTH, GROWTH_COLUMNS, {"first": first_rates("evidence_ledger_growth")}
+        ),
         growth_steps=growth["sweep"]["keys"]["run"]["steps"],
         growth_lengths="{:.0f} to {:.0f}".format(*growth_lengths(growth)),
         ledger_seeds=len(ledger["sweep"]["seeds"]),
         ledger_arms=len(LEDGER.split()),
         ledger_needed=seeds_needed(ledger, "constant", "sqrt", "accuracy/long_held_out", 0.02),
         coverage_trials=f"{4 * covered['trials']:,}",
-        coverage=coverage(covered),
+        covered=coverage(covered, *COVERED),
+        covered_naively=coverage(covered, ("accuracy", "by response")),
         false_differences=f"{wrong[0]:.1%}",
         false_equalities=f"{wrong[1]:.1%}",
         found_equal=f"{wrong[2]:.0%}",
         make_sum=table(make_sum, MAKE_SUM, REWARD_COLUMNS),
         bands_seeds=len(bands["sweep"]["seeds"]),
         words=words_table(),
+        **density(read("evidence_density")),
         exponents="{:.2f} to {:.2f}".format(*exponents(bands)),
         **long_responses(read("long_responses")),
     )
@@ -140,10 +149,16 @@ def claims_table(claims: Sequence[Claim]) -> str:
                 f"{FIGURES[claim.figure]}: {relation}",
                 measured,
                 f"{claim.margin:g}",
-                f"**{verdict}**",
+                shown(verdict),
             ]
         )
     return rows(["task", "claim", "measured difference", "margin", "verdict"], body)
+
+
+def shown(verdict: str) -> str:
+    """A verdict in bold, and the size of the difference after it."""
+    word, *size = verdict.replace(" beyond the ", ", > ").replace(" within the ", ", < ").split(", ")
+    return ", ".join([f"**{word}**", *size])
 
 
 def table(
@@ -178,20 +193,10 @@ def seeds_needed(found: Mapping[str, Any], arm: str, less: str, figure: str, mar
     return math.ceil(((stats.norm.ppf(0.95) + stats.norm.ppf(0.9)) * gaps.std(ddof=1) / margin) ** 2)
 
 
-def coverage(found: Mapping[str, Any]) -> str:
+def coverage(found: Mapping[str, Any], *kinds: tuple[str, str]) -> str:
     """Least and largest share of samples in which an interval held the truth, over the populations."""
-    kinds = {
-        "accuracy, if responses were independent": ("accuracy", ["by response"]),
-        "accuracy, ours": ("accuracy", ["ours"]),
-        "gain in accuracy": ("accuracy", ["paired"]),
-        "LRE": ("lre", ["mean", "max"]),
-        "noise and signal of S": ("parts", ["noise", "signal"]),
-    }
-    body = []
-    for label, (kind, keys) in kinds.items():
-        shares = [one[key] for one in found[kind].values() for key in keys]
-        body.append([label, f"{min(shares):.1%} to {max(shares):.1%}"])
-    return rows(["interval of", "held the truth"], body)
+    shares = [one[key] for kind, key in kinds for one in found[kind].values()]
+    return f"{min(shares):.1%} to {max(shares):.1%}"
 
 
 def exponents(found: Mapping[str, Any]) -> tuple[float, float]:
@@ -216,6 +221,17 @@ def families(found: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         for column, family in zip(shares.values(), split, strict=True):
             column[arm] = f"{sum(family) / len(family):.0%}"
     return shares
+
+
+def first_rates(name: str) -> dict[str, str]:
+    """Share clipped in the first quarter of the steps, by arm."""
+    with np.load(RESULTS / f"{name}.npz") as file:
+        first = np.isin(file["step"], np.array_split(np.unique(file["step"]), 4)[0])
+        judged = first & (file["advantage"] != 0)
+        return {
+            arm: f"{file['clipped'][judged & (file['arm'] == arm)].mean():.1%}"
+            for arm in np.unique(file["arm"]).tolist()
+        }
 
 
 def mean(found: Mapping[str, float] | None) -> str:

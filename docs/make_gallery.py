@@ -106,7 +106,7 @@ megatron-fspo explain runs/gallery --out runs/gallery-explained
 ## Elsewhere
 
 - [Clip rate against length](fairness.svg) at the same overall rate:
-  [Evidence](evidence.md#make-sum-bands-widths-and-losses).
+  [Evidence](evidence.md#ledger-does-clipping-matter).
 - `megatron-fspo calibrate --config examples/make_sum/run.toml --nproc 2` draws what noise does to the
   band: [FP8](fp8.md).
 
