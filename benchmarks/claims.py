@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy import stats
 
-from machine import ROOT, markdown, options_of
+from machine import ROOT, options_of
 
 CLAIMS = ROOT / "benchmarks/evidence/claims.toml"
 LEVEL, POWER = 0.05, 0.8
@@ -42,6 +42,48 @@ Verdict = Literal[
 is one of size (``beyond``) and that is not shown; opposite, if it is clear and has the other sign; no
 difference, if it is within the margin. Of an equality: supported, if within the margin; different, if the
 difference is clear. Dead: opposite or different by more than the margin. Open: none of it is shown."""
+PARTS = {
+    "ledger": "ledger",
+    "ledger_growth": "growing responses",
+    "bands": "make-sum",
+    "widths": "make-sum",
+    "losses": "make-sum",
+    "words": "word lists",
+    "words_fresh": "word lists, 2 steps",
+    "words_bf16": "word lists, bf16",
+    "density": "",
+}
+"""Sweep → its name; arms of density have settings of their own."""
+FIGURES = {
+    "accuracy/long_held_out": "accuracy, long",
+    "accuracy/short_held_out": "accuracy, short",
+    "lre_within_sign": "LRE",
+    "clipped_more": "change of clip rate",
+    "accuracy/long": "accuracy",
+    "clipped_late": "clipped at the end",
+    "reward_last": "reward",
+}
+RELATIONS = {"above": ">", "below": "<", "equal": "≈"}
+ARMS = {
+    "sqrt": "√L",
+    "none": "no clip",
+    "random": "random clip",
+    "constant": "constant",
+    "linear": "L",
+    "noise_signal": "√(L + L²/L*)",
+    "measured": "L^a",
+    "gspo": "GSPO",
+    "luspo": "LUSPO",
+    "quarter": "c/4",
+    "half": "c/2",
+    "double": "2c",
+    "quadruple": "4c",
+    "dual_clip": "dual clip",
+    "drift": "drift",
+    "cppo": "CPPO",
+    "pnpo": "PNPO",
+}
+DENSITY_ARMS = ARMS | {"narrow": "√L c/4", "measured": "√L again", "none": "no band", "bare": "no clip"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,22 +197,31 @@ def tested(claims: Sequence[Claim], results: Path = ROOT / "benchmarks/results")
     return found
 
 
-def table(claims: Sequence[Claim]) -> str:
-    """The claims with what was measured and their verdicts."""
+def lines(claims: Sequence[Claim]) -> str:
+    """A line for each claim: what is compared, what was measured, the margin and the verdict."""
     tests = tested(claims)
-    rows = []
+    found = []
     for claim, test, verdict in zip(claims, tests, judge(claims, tests), strict=True):
-        measured = "" if test is None else f"{test.value:+.3f} ± {test.half_width:.3f}, {test.seeds} seeds"
-        what = f"`{claim.figure}`, {claim.arm} less {claim.less}"
-        rows.append([claim.text, what, measured, f"**{verdict}**"])
-    return markdown(["claim", "difference", "measured", "verdict"], rows)
+        names = DENSITY_ARMS if claim.part == "density" else ARMS
+        (setting, arm), (_, less) = (("/" + name).rsplit("/", 1) for name in (claim.arm, claim.less))
+        part = PARTS[claim.part] or setting_of(setting[1:])
+        what = f"{FIGURES[claim.figure]}: {names[arm]} {RELATIONS[claim.test]} {names[less]}"
+        measured = "" if test is None else f"{test.value:+.3f} ± {test.half_width:.3f}"
+        margin = f"{'>' if claim.beyond else ''}{claim.margin:g}"
+        found.append(f"{part:<20} {what:<42} {measured:<16} {margin:>5}  {verdict}")
+    return "\n".join(found)
+
+
+def setting_of(name: str) -> str:
+    """``dense, .03``; tempered: ``dense, .03, ½``."""
+    return name.replace("-tempered", ", ½").replace("-0", ", ")
 
 
 def main() -> None:
     """Print the verdicts."""
     parser = options_of(__doc__)
     parser.add_argument("file", nargs="?", type=Path, default=CLAIMS)
-    print(table(read_claims(parser.parse_args().file)))
+    print(lines(read_claims(parser.parse_args().file)))
 
 
 if __name__ == "__main__":

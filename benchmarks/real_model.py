@@ -89,26 +89,24 @@ def interval(value: dict[str, float], sign: str = "") -> str:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Before, after and the difference of every run: over all sets, and the values of each."""
-    sets = [name for name in next(iter(found.values()))["before"] if name != AVERAGE]
+    """Before, which all runs have in common, and after every run: over all sets, and the values of each."""
+    first = next(iter(found.values()))["before"]
+    sets = [name for name in first if name != AVERAGE]
+    assert all(one["before"] == first for one in found.values())
     rows = []
-    for run, one in found.items():
-        before, after, difference = (one[key] for key in ("before", "after", "difference"))
+    for run, one in {"before": {"after": first}, **found}.items():
+        after, gain = one["after"], one.get("difference")
         rows.append(
             [
                 run,
-                interval(before[AVERAGE]["mean"]),
                 interval(after[AVERAGE]["mean"]),
-                f"**{interval(difference[AVERAGE]['mean'], '+')}**",
-                *(
-                    f"{100 * before[name]['mean']['value']:.1f} → {100 * after[name]['mean']['value']:.1f}"
-                    for name in sets
-                ),
-                f"{before[AVERAGE]['length']['value']:.1f} → {after[AVERAGE]['length']['value']:.1f}",
-                " → ".join(f"{100 * one[AVERAGE]['truncated']['value']:.0f}%" for one in (before, after)),
+                "" if gain is None else f"**{interval(gain[AVERAGE]['mean'], '+')}**",
+                *(f"{100 * after[name]['mean']['value']:.1f}" for name in sets),
+                f"{after[AVERAGE]['length']['value']:.1f}",
+                f"{100 * after[AVERAGE]['truncated']['value']:.0f}%",
             ]
         )
-    return markdown(["seed", "before", "after", "paired difference", *sets, "tokens", "truncated"], rows)
+    return markdown(["seed", "accuracy", "paired difference", *sets, "tokens", "truncated"], rows)
 
 
 def steps_table(found: dict[str, Any]) -> str:

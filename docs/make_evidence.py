@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,49 +20,11 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "docs")]
 from evidence_density import density  # noqa: E402
 from evidence_long import long_responses, rows  # noqa: E402
 
-from claims import Claim, judge, read_claims, tested  # noqa: E402
+from claims import ARMS, lines, read_claims  # noqa: E402
 
 TARGET = Path(__file__).with_name("evidence.md")
 RESULTS = ROOT / "benchmarks/results"
 
-PARTS = {
-    "ledger": "ledger",
-    "ledger_growth": "growing responses",
-    "bands": "make-sum",
-    "widths": "make-sum",
-    "losses": "make-sum",
-    "words": "word lists",
-    "words_fresh": "word lists, 2 steps",
-    "words_bf16": "word lists, bf16",
-}
-"""Sweep → its name in the table of claims."""
-FIGURES = {
-    "accuracy/long_held_out": "accuracy, long",
-    "accuracy/short_held_out": "accuracy, short",
-    "lre_within_sign": "LRE",
-    "clipped_more": "change of clip rate",
-    "reward_last": "reward",
-}
-RELATIONS = {"above": ">", "below": "<", "equal": "≈"}
-ARMS = {
-    "sqrt": "√L",
-    "none": "no clip",
-    "random": "random clip",
-    "constant": "constant",
-    "linear": "L",
-    "noise_signal": "√(L + L²/L*)",
-    "measured": "L^a",
-    "gspo": "GSPO",
-    "luspo": "LUSPO",
-    "quarter": "c/4",
-    "half": "c/2",
-    "double": "2c",
-    "quadruple": "4c",
-    "dual_clip": "dual clip",
-    "drift": "drift",
-    "cppo": "CPPO",
-    "pnpo": "PNPO",
-}
 MAKE_SUM = "sqrt measured constant gspo luspo quarter half double quadruple none dual_clip drift cppo pnpo"
 LEDGER = "sqrt none random constant linear"
 GROWTH = "sqrt constant linear"
@@ -81,9 +43,6 @@ REWARD_COLUMNS = {
     "lre_within_sign": "LRE",
     "reward_last": "reward",
 }
-SHORT = 40
-"""Tokens of a short response of the ledger at most."""
-
 COVERED = [("accuracy", "ours"), ("accuracy", "paired"), ("lre", "mean"), ("lre", "max")]
 COVERED += [("parts", "noise"), ("parts", "signal")]
 
@@ -107,8 +66,8 @@ def render() -> str:
         cpu=bands["machine"]["cpu"],
         torch=bands["machine"]["torch"],
         mcore=bands["machine"]["megatron-core"],
-        preregistered=claims_table(read_claims()),
-        ledger=table(ledger["arms"], LEDGER, LEDGER_COLUMNS, families(ledger)),
+        claims=lines(read_claims()),
+        ledger=table(ledger["arms"], LEDGER, LEDGER_COLUMNS),
         ledger_lre=f"{sqrt['lre_signed']['value']:.2f}",
         ledger_by_sign=f"{sqrt['by_sign']['value']:.2f}",
         ledger_by_step=f"{sqrt['by_update']['value']:.2f}",
@@ -133,32 +92,6 @@ def render() -> str:
         exponents="{:.2f} to {:.2f}".format(*exponents(bands)),
         **long_responses(read("long_responses")),
     )
-
-
-def claims_table(claims: Sequence[Claim]) -> str:
-    """Every claim as the comparison that is tested, with what was measured and its verdict."""
-    tests = tested(claims)
-    body, part = [], ""
-    for claim, test, verdict in zip(claims, tests, judge(claims, tests), strict=True):
-        relation = f"{ARMS[claim.arm]} {RELATIONS[claim.test]} {ARMS[claim.less]}"
-        measured = "" if test is None else f"{test.value:+.3f} ± {test.half_width:.3f}"
-        part, before = PARTS[claim.part], part
-        body.append(
-            [
-                part if part != before else "",
-                f"{FIGURES[claim.figure]}: {relation}",
-                measured,
-                f"{claim.margin:g}",
-                shown(verdict),
-            ]
-        )
-    return rows(["task", "claim", "measured difference", "margin", "verdict"], body)
-
-
-def shown(verdict: str) -> str:
-    """A verdict in bold, and the size of the difference after it."""
-    word, *size = verdict.replace(" beyond the ", ", > ").replace(" within the ", ", < ").split(", ")
-    return ", ".join([f"**{word}**", *size])
 
 
 def table(
@@ -208,19 +141,6 @@ def exponents(found: Mapping[str, Any]) -> tuple[float, float]:
 def growth_lengths(found: Mapping[str, Any]) -> tuple[float, float]:
     """Mean length of a response in the first steps and in the last, of √L."""
     return found["arms"]["sqrt"]["length_first"]["value"], found["arms"]["sqrt"]["length_last"]["value"]
-
-
-def families(found: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Share clipped in either family of the ledger, by arm."""
-    shares: dict[str, dict[str, str]] = {"of short": {}, "of long": {}}
-    for arm, figures in found["arms"].items():
-        rates = [one["value"] for one in figures["clipped_rates"]]
-        split: tuple[list[float], list[float]] = ([], [])
-        for length, rate in zip(found["lengths"], rates, strict=True):
-            split[length > SHORT].append(rate)
-        for column, family in zip(shares.values(), split, strict=True):
-            column[arm] = f"{sum(family) / len(family):.0%}"
-    return shares
 
 
 def first_rates(name: str) -> dict[str, str]:
