@@ -33,7 +33,7 @@ def test_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert [one["name"] for one in found["given"]] == names and names[:3] == ["fspo", "gspo", "rloo"]
     assert found["rate"] == 0.2
     assert [round(one["out_of_band"], 2) for one in found["matched"]] == [0.2] * len(names)
-    assert found["responses"] == 112 and len(found["words"]) == 3
+    assert found["responses"] == 112 and len(found["words"]) == 4
 
 
 def test_rows_with_tokens_have_ctpo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
