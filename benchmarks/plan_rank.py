@@ -221,7 +221,7 @@ def measured(case: Case) -> dict[str, Any]:
         "stage": policy.groups.pp.rank(),
         "rank": policy.groups.dp_cp.rank(),
         "lengths": first.borders.diff().tolist(),
-        "scored": int(first.mask.sum()),
+        "scored": int(first.loss_mask.sum()),
         **step_bytes(policy, packs),
     }
     if case.get("state"):

@@ -129,6 +129,7 @@ def sleeping(responses: int, seconds: float) -> float:
     """Time for all, as a multiple of one sleep."""
     prompt = Prompt(index=0, token_ids=(1,), text="?", answer="")
     with Grader(Reward(name="rewards:sleeper"), max_response_tokens=10) as grader:
+        wait([grader.submit(prompt, STOPPED, "0")])  # its process has started
         began = time.perf_counter()
         futures = [grader.submit(prompt, STOPPED, str(seconds)) for _ in range(responses)]
         wait(futures)
@@ -184,7 +185,6 @@ def main() -> None:
         parser.error("--count, --repeats, --workers: 1 or more; --seconds: more than 0")
     if not options.out.parent.is_dir():
         parser.error(f"--out {options.out}: no such folder")
-    sys.modules["rewards"] = sys.modules["__main__"]  # whose function the sleeping reward is
     report = {
         "command": "python benchmarks/rewards.py",
         **machine(),

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids → text, special tokens included."""
-
-INSERTED, WRITTEN, ROW_START = range(3)
-"""Kinds of tokens after the prompt, see :attr:`Completion.kinds`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +140,11 @@ class Completion:
     log_probs: Sequence[float]
     """Log-prob of each token in nats under the sampling distribution (after temperature and top-p); 0 for
     inserted tokens. Stored as an ``array("f")``."""
-    written: tuple[range, ...] = ()
-    """Ranges of the tokens that the policy wrote, in order; the others were inserted. Empty: the policy wrote
-    all."""
+    loss_mask: Sequence[int] = ()
+    """1 for each token that the policy wrote, 0 for those that an environment inserted. Empty: the policy
+    wrote all. Stored as an ``array("b")``."""
+    turn_starts: tuple[int, ...] = ()
+    """First tokens of turns that the mask does not show: the environment's reply before them was empty."""
     row_starts: tuple[int, ...] = ()
     """First tokens of the second and later rows, in order; all are inserted tokens. The context of a token
     is its row only. The first row begins with the prompt."""
@@ -165,19 +166,21 @@ class Completion:
     """Why there are no routes, although they were requested."""
 
     def __post_init__(self) -> None:
-        # 8 bytes per token; tuples of Python numbers need ten times as much.
-        for name, typecode in (("token_ids", "i"), ("log_probs", "f")):
-            values = getattr(self, name)
+        # 9 bytes per token; tuples of Python numbers need ten times as much.
+        size = len(self.token_ids)
+        mask = self.loss_mask or array("b", [1]) * size
+        for name, typecode, values in (
+            ("token_ids", "i", self.token_ids),
+            ("log_probs", "f", self.log_probs),
+            ("loss_mask", "b", mask),
+        ):
             if not (isinstance(values, array) and values.typecode == typecode):
-                object.__setattr__(self, name, array(typecode, values))
-        written = self.written or (range(len(self.token_ids)),)
-        object.__setattr__(self, "written", written)
-        edges = [edge for one in written for edge in (one.start, one.stop)]
-        if edges != sorted(edges) or edges[0] < 0 or edges[-1] > len(self.token_ids):
-            raise ValueError(f"written = {written}: not ordered ranges within {len(self.token_ids)} tokens")
-        own = any(start in one for start in self.row_starts for one in written)
-        if own or not set(self.row_starts) <= set(range(len(self.token_ids))):
-            raise ValueError(f"row_starts = {self.row_starts}, of {len(self.token_ids)} tokens, {written=}")
+                values = array(typecode, values)
+            object.__setattr__(self, name, values)
+        if len(mask) != size or bytes(self.loss_mask).strip(b"\0\1"):
+            raise ValueError(f"loss_mask = {[*mask]}: not 0 or 1 for each of {size} tokens")
+        if any(not 0 <= start < size or mask[start] for start in self.row_starts):
+            raise ValueError(f"row_starts = {self.row_starts}: not inserted, of {size} tokens")
 
     @property
     def spans(self) -> tuple[VersionSpan, ...]:
@@ -188,18 +191,15 @@ class Completion:
     @property
     def length(self) -> int:
         """L, the number of tokens that the policy wrote."""
-        return sum(map(len, self.written))
+        return sum(self.loss_mask)
 
     @property
-    def kinds(self) -> array[int]:
-        """Kind of each token, as an ``array("b")``: :data:`WRITTEN` by the policy, :data:`INSERTED`, or
-        :data:`ROW_START` (inserted, and the first of a row)."""
-        kinds = array("b", bytes(len(self.token_ids)))
-        for start in self.row_starts:
-            kinds[start] = ROW_START
-        for one in self.written:
-            kinds[one.start : one.stop] = array("b", bytes([WRITTEN]) * len(one))
-        return kinds
+    def turns(self) -> tuple[range, ...]:
+        """Ranges of the tokens of each turn, in order; at least one, which may be empty."""
+        runs = [run.span() for run in re.finditer(b"\1+", bytes(self.loss_mask))]
+        edges = sorted({*self.turn_starts, *(edge for run in runs for edge in run)})
+        turns = (range(*ends) for ends in pairwise(edges) if self.loss_mask[ends[0]])
+        return tuple(turns) or (range(0),)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,7 @@ MUTANTS = {
         "usable = present & finite", "usable = present", "test_surrogate_cases.py",
     ),
     "weights outside the mask": Mutant(
-        "torch.where(inputs.mask, per_token(weight, inputs), 0.0)", "per_token(weight, inputs)",
+        "torch.where(inputs.loss_mask, per_token(weight, inputs), 0.0)", "per_token(weight, inputs)",
         "test_policy.py",
     ),
     "objective counted by every rank": Mutant(
@@ -215,7 +215,7 @@ MUTANTS = {
     "agents: no check of the first conversation": Mutant(
         'if "".join(render(self._tokenizer, request.messages)) != prompt.text:', "if False:", "test_agent.py"
     ),
-    "inserted tokens: learned": Mutant("mask = mask & (one > 0)", "mask = mask | (one > 0)", "test_batch.py"),
+    "inserted tokens: learned": Mutant("mask = mask & one", "mask = mask | one", "test_batch.py"),
     "inserted tokens: in L": Mutant(
         "lengths=sequences.lengths[chosen]", "lengths=responses", "test_batch.py",
     ),

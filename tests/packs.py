@@ -5,29 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from megatron_fspo.packing import pack as packing
 from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences, StepTotals
 from megatron_fspo.packing.pack import Pack, PackLayout, collate_packs
 from megatron_fspo.packing.zigzag import padded_length
-from megatron_fspo.types import ROW_START, WRITTEN, Completion, Prompt, Sample
+from megatron_fspo.types import Completion, Prompt, Sample
 
 
 def sample(
     prompt: Sequence[int],
     response: Sequence[int],
     advantage: float = 1.0,
-    written: Sequence[bool] | None = None,
+    loss_mask: Sequence[int] = (),
     row_starts: Sequence[int] = (),
 ) -> Sample:
-    """One of these tokens; the sampler's log-probs are all different. ``written`` [R]: by the policy."""
-    places = range(len(response))
-    turns = tuple(range(i, i + 1) for i in places if written[i]) if written is not None else (places,)
+    """One of these tokens; the sampler's log-probs are all different."""
     completion = Completion(
         token_ids=tuple(response),
-        log_probs=tuple(-0.5 - i for i in places),
-        written=turns or (range(0),),
+        log_probs=tuple(-0.5 - i for i in range(len(response))),
+        loss_mask=loss_mask,
         row_starts=tuple(row_starts),
         finish_reason="stop",
         weight_version=0,
@@ -38,14 +34,13 @@ def sample(
 
 def sequences_of(samples: Sequence[Sample]) -> Sequences:
     """All samples as the trainer's sequences."""
-    kinds = torch.tensor([kind for s in samples for kind in s.completion.kinds])
     return Sequences.of(
         prompts=[s.prompt.token_ids for s in samples],
         responses=[s.completion.token_ids for s in samples],
         log_probs=[s.completion.log_probs for s in samples],
         advantages=[s.advantage for s in samples],
-        written=kinds == WRITTEN,
-        row_starts=kinds == ROW_START,
+        loss_mask=[s.completion.loss_mask for s in samples],
+        row_starts=[s.completion.row_starts for s in samples],
     )
 
 

@@ -286,7 +286,7 @@ ENGINE = "fp8.recipe = tensorwise needs bfloat16 and layers of Transformer Engin
         ("--correction.name token_tis --rollout.old-log-probs sampled", "rollout.old_log_probs = sampled"),
         ("--rollout.old-log-probs sampled --rollout.top-p 0.9", "rollout.old_log_probs = sampled needs"),
         ("--correction.name sequence_mask --rollout.top-p 0.9", "correction.name = sequence_mask needs"),
-        ("--loss.drift wild", "loss.drift = 'wild': input should be 'none', 'given', 'measured'"),
+        ("--loss.drift wild", "loss.drift = 'wild': input should be 'auto', 'none' or 'given'"),
         ("--run.steps 0", "run.steps = 0: input should be greater than 0"),
         ("--run.steps many", "run.steps = 'many': input should be a valid integer"),
         ("--optimizer.lr inf", "optimizer.lr = inf: input should be a finite number"),

@@ -20,7 +20,6 @@ _REASONS: dict[str, dict[str, str]] = {
     "cli/verify_checkpoint.py": {
         "_megatron_scores subprocess.run": "a job, which has the limits of [parallel]"
     },
-    "environments/text.py": {"settle work.result": "a callback of it"},
     "job/remote.py": {"run result.result": "all coroutines that are run have limits; Ctrl-C ends it"},
     "lab/sweep/processes.py": {
         "_run process.wait": "a run lasts as long as it lasts; Ctrl-C ends a sweep",
@@ -29,15 +28,12 @@ _REASONS: dict[str, dict[str, str]] = {
         "make process.wait": "a run saves what it has; a second Ctrl-C ends the wait",
     },
     "mcore/passes/decode.py": {"_step dist.recv": "a collective has its own limit"},
-    "rewards/grader.py": {"_called work.result": _DONE},
     "rewards/grade.py": {"outcome one.result": _DONE},
     "rewards/pool.py": {
         "__init__ start.result": "START_SECONDS",
-        "_answer self._socket.recv": "the socket has a limit",
-        "_work self._queue.get": "a daemon that waits for work",
-        "close self._threads.join": "see Threads.join",
-        "settle work.result": "a callback of it",
+        "call self._idle.get": "_Worker.call, which has limits",
     },
+    "rewards/process.py": {"_ask self._ready.wait": "until it has started, or could not"},
     "rollout/client/engine.py": {"_collect work.result": _DONE},
     "rollout/client/pool.py": {
         "_ask asyncio.wait": "request_seconds; the second: it is cancelled",

@@ -164,8 +164,8 @@ def mean(pair: torch.Tensor, groups: ParallelGroups) -> float:
 
 def even_gap(batches: Packs, log_probs: list[torch.Tensor], groups: ParallelGroups) -> float:
     """Return the mean log-prob of even response tokens minus that of odd ones, before the step's updates."""
-    values = torch.cat([lp[b.mask] for b, lp in zip(batches, log_probs, strict=True)])
-    even = torch.cat([b.labels[b.mask] for b in batches]) % 2 == 0
+    values = torch.cat([lp[b.loss_mask] for b, lp in zip(batches, log_probs, strict=True)])
+    even = torch.cat([b.labels[b.loss_mask] for b in batches]) % 2 == 0
     means = [mean(torch.stack([values[which].sum(), which.sum()]), groups) for which in (even, ~even)]
     return means[0] - means[1]
 

@@ -23,7 +23,9 @@ from prime_rl.trainer.rl.loss import LossOutputs
 from megatron_fspo.adapters.sequence_loss import FSPO, flags, log_ratio_sums, mean_loss, one_advantage
 
 
-def fspo_loss(inputs: Any, c_low: float, c_high: float, c_dual: float | None = None) -> LossOutputs:
+def fspo_loss(
+    inputs: Any, c_low: float, c_high: float, c_dual: float | None = None, *, centred: bool = False
+) -> LossOutputs:
     """Return −J of one response, and its metrics.
 
     Args:
@@ -31,6 +33,7 @@ def fspo_loss(inputs: Any, c_low: float, c_high: float, c_dual: float | None = N
         c_low: nats per √token.
         c_high: nats per √token.
         c_dual: default: 2·c_high.
+        centred: for long responses; see :class:`~megatron_fspo.adapters.sequence_loss.FSPO`.
 
     Raises:
         ValueError: an invalid limit, advantages that differ within the response, or token weights.
@@ -41,7 +44,8 @@ def fspo_loss(inputs: Any, c_low: float, c_high: float, c_dual: float | None = N
     lengths = mask.sum(dim=1)
     log_ratio_sum = log_ratio_sums(inputs.trainer_logprobs[None], inputs.inference_logprobs[None], mask)
     advantages = one_advantage(inputs.advantages[None], mask)
-    terms = FSPO(c_low=c_low, c_high=c_high, c_dual=c_dual).surrogate(log_ratio_sum, lengths, advantages)
+    fspo = FSPO(c_low=c_low, c_high=c_high, c_dual=c_dual, centred=centred)
+    terms = fspo.surrogate(log_ratio_sum, lengths, advantages)
     # prime-rl averages metrics over responses.
     return LossOutputs(
         loss=mean_loss(log_ratio_sum, terms, 1.0),

@@ -5,6 +5,7 @@ Shapes: n responses of this micro-batch, padded to T tokens; N of the whole opti
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,20 +13,23 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip, Surrogate, sequence_surrogate
-from megatron_fspo.objective.band import DEFAULT_C
-from megatron_fspo.objective.calibration import sigma_hat
+from megatron_fspo.objective.band import DEFAULT_C, WIDE_C
+from megatron_fspo.objective.calibration import drift_of, sigma_hat
 
 
 @dataclass(frozen=True, kw_only=True)
 class FSPO:
     """FSPO's band and dual clip: −c_low·√L <= S <= c_high·√L, and S <= c_dual·√L for A < 0. Invalid limits
-    raise ``ValueError``."""
+    raise ``ValueError``; probable mistakes warn."""
 
     c_low: float = DEFAULT_C
     """Nats per √token."""
     c_high: float = DEFAULT_C
     c_dual: float | None = None
     """The dual clip, at least c_high; default: 2 * c_high."""
+    centred: bool = False
+    """For responses of thousands of tokens: move all limits by −c²L/8, the mean of S where c = 2σ̂; c is the
+    mean of c_low and c_high."""
 
     def __post_init__(self) -> None:
         self._limits()
@@ -33,6 +37,12 @@ class FSPO:
             raise ValueError(
                 f"c_dual must be at least c_high, got {self.c_dual:g} and {self.c_high:g}: "
                 "the dual clip would lie inside the band"
+            )
+        if max(self.c_low, self.c_high) >= WIDE_C:
+            warnings.warn(
+                f"c_low = {self.c_low:g} and c_high = {self.c_high:g} limit S in nats per √token, not a "
+                "ratio: 0.2 allows a ratio of e^6.3 at 1000 tokens",
+                stacklevel=3,
             )
 
     def surrogate(self, log_ratio_sum: Tensor, lengths: Tensor, advantages: Tensor) -> Surrogate:
@@ -42,16 +52,21 @@ class FSPO:
 
     def _limits(self) -> tuple[FSPOBand, LengthFairDualClip]:
         c_dual = 2 * self.c_high if self.c_dual is None else self.c_dual
-        return FSPOBand(c_low=self.c_low, c_high=self.c_high), LengthFairDualClip(c=c_dual)
+        drift = drift_of((self.c_low + self.c_high) / 4) if self.centred else 0.0
+        band = FSPOBand(c_low=self.c_low, c_high=self.c_high, drift=drift)
+        return band, LengthFairDualClip(c=c_dual, drift=drift)
 
 
-def limits_of(limits: Mapping[str, float], trainer: str, c_dual: float | None = None) -> FSPO:
+def limits_of(
+    limits: Mapping[str, float], trainer: str, c_dual: float | None = None, *, centred: bool = False
+) -> FSPO:
     """Return FSPO's limits from the keys that a trainer has for limits on a ratio.
 
     Args:
         limits: the trainer's key → value, for c_low, then for c_high.
         trainer: its name.
         c_dual: default: 2·c_high.
+        centred: see :class:`FSPO`.
 
     Raises:
         ValueError: a value is invalid, or still 0.2, a default that is meant for a ratio.
@@ -63,7 +78,7 @@ def limits_of(limits: Mapping[str, float], trainer: str, c_dual: float | None = 
             f"ratio: set both of them, for example to {DEFAULT_C}"
         )
     low, high = limits.values()
-    return FSPO(c_low=low, c_high=high, c_dual=c_dual)
+    return FSPO(c_low=low, c_high=high, c_dual=c_dual, centred=centred)
 
 
 def log_ratio_sums(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ Checked with SkyRL 0.4.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ def fspo_policy_loss(
     config: Any,
     loss_mask: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
+    *,
+    centred: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
     """Return −Σ J_i / N of one micro-batch, and metrics.
 
@@ -40,13 +43,14 @@ def fspo_policy_loss(
         config: SkyRL's section ``trainer.algorithm``.
         loss_mask: [n, T].
         rollout_logprobs: unused.
+        centred: for long responses, as ``policy_loss_type=fspo_centred`` sets it.
 
     Raises:
         ValueError: an invalid limit, or SkyRL's default for a ratio; another ``loss_reduction``; an
             ``off_policy_correction``; advantages that differ within a response.
     """
     limits = {"eps_clip_low": config.eps_clip_low, "eps_clip_high": config.eps_clip_high}
-    fspo = limits_of(limits, "SkyRL")
+    fspo = limits_of(limits, "SkyRL", centred=centred)
     if config.loss_reduction != "sequence_mean":
         raise ValueError(
             f"loss_reduction = {config.loss_reduction!r} is not supported with FSPO, a mean over sequences: "
@@ -68,3 +72,4 @@ def fspo_policy_loss(
 
 if "fspo" not in PolicyLossRegistry.list_available():
     PolicyLossRegistry.register("fspo", fspo_policy_loss)
+    PolicyLossRegistry.register("fspo_centred", partial(fspo_policy_loss, centred=True))

@@ -16,6 +16,7 @@ Checked with slime at 624b824.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ _OTHERS = {
 
 
 def fspo_loss(
-    args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Any
+    args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Any, *, centred: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return −Σ J_i of one micro-batch, as this rank's contribution, and metrics. Collective.
 
@@ -57,6 +58,7 @@ def fspo_loss(
         batch: tokens, lengths, masks, advantages and old log-probs of n responses.
         logits: [1, T, V] of this rank's tokens, float32.
         sum_of_sample_mean: slime's mean over tokens, unused.
+        centred: for long responses, as ``fspo_centred_loss`` sets it.
 
     Raises:
         ValueError: an invalid limit, or slime's default for a ratio; a flag that FSPO does not support;
@@ -66,7 +68,7 @@ def fspo_loss(
         if getattr(args, name, None):
             raise ValueError(f"--{name.replace('_', '-')} is not supported with FSPO: {why}")
     limits = {"--eps-clip": args.eps_clip, "--eps-clip-high": args.eps_clip_high}
-    fspo = limits_of(limits, "slime", args.eps_clip_c)
+    fspo = limits_of(limits, "slime", args.eps_clip_c, centred=centred)
     lengths = torch.stack([mask.sum() for mask in batch["loss_masks"]]).to(logits.device)
     # Log-probs of the response tokens on this rank, by response.
     _, columns = get_log_probs_and_entropy(
@@ -93,6 +95,9 @@ def fspo_loss(
         mean_loss(log_ratio_sum, terms, 1.0).to(logits.dtype),
         {name: (value.float().sum() / ranks).detach() for name, value in sums.items()},
     )
+
+
+fspo_centred_loss = partial(fspo_loss, centred=True)
 
 
 def _padded(parts: list[Tensor]) -> Tensor:

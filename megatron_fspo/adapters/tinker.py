@@ -31,6 +31,7 @@ def fspo_loss(
     c_low: float = DEFAULT_C,
     c_high: float = DEFAULT_C,
     c_dual: float | None = None,
+    centred: bool = False,
     num_sequences: int | None = None,
 ) -> TinkerLoss:
     """Return the loss for ``forward_backward_custom``: (data, log-probs) → (loss, metrics).
@@ -39,6 +40,7 @@ def fspo_loss(
         c_low: nats per √token; see :class:`~megatron_fspo.adapters.sequence_loss.FSPO`.
         c_high: the same.
         c_dual: the same.
+        centred: the same.
         num_sequences: N, if one ``optim_step`` follows several calls: the responses of all of them. By
             default, those of the call.
 
@@ -46,7 +48,7 @@ def fspo_loss(
         ValueError: an invalid limit; in the call: a datum without one of the tensors, with a tensor and
             log-probs of different lengths, or with advantages that differ within the response.
     """
-    fspo = FSPO(c_low=c_low, c_high=c_high, c_dual=c_dual)
+    fspo = FSPO(c_low=c_low, c_high=c_high, c_dual=c_dual, centred=centred)
 
     def evaluate(data: Sequence[Any], log_probs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
         old, advantages, mask = (

@@ -61,10 +61,14 @@ class Limits:
     c_dual: float | None = field(
         default=None, metadata={"help": "S <= c_dual * sqrt(L) for A < 0; default: 2 * c_high"}
     )
+    centred: bool = field(
+        default=False,
+        metadata={"help": "move all limits by -c^2 L / 8, for responses of thousands of tokens"},
+    )
 
     def fspo(self) -> FSPO:
         """Return the limits."""
-        return FSPO(c_low=self.c_low, c_high=self.c_high, c_dual=self.c_dual)
+        return FSPO(c_low=self.c_low, c_high=self.c_high, c_dual=self.c_dual, centred=self.centred)
 
     def check(self, others: Mapping[str, str]) -> None:
         """Raise ``ValueError`` for an invalid limit, or one of ``others`` (with reasons) not at its

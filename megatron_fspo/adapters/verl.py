@@ -13,6 +13,7 @@ verl imports it through an entry point of the group ``verl.plugins``. Checked wi
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ def fspo_policy_loss(
     loss_agg_mode: str = "token-mean",
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
+    *,
+    centred: bool = False,
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return −(1/N) Σ J_i of one micro-batch times the data-parallel size, and metrics for verl to average.
 
@@ -45,13 +48,14 @@ def fspo_policy_loss(
         loss_agg_mode: unused.
         config: the actor's, with ``global_batch_info`` as verl sets it before each micro-batch.
         rollout_is_weights: [n, T], factors on the gradients of tokens; they do not affect S and clips.
+        centred: for long responses, as ``loss_mode=fspo_centred`` sets it.
 
     Raises:
         ValueError: an invalid limit, or verl's default for a ratio; advantages that differ within a response;
             several data-parallel ranks without ``global_batch_size``.
     """
     limits = {"clip_ratio_low": config.clip_ratio_low, "clip_ratio_high": config.clip_ratio_high}
-    fspo = limits_of(limits, "verl")
+    fspo = limits_of(limits, "verl", centred=centred)
     if config.clip_ratio_c != _DUAL_RATIO:
         raise ValueError(
             f"clip_ratio_c = {config.clip_ratio_c} is a limit on a ratio, but FSPO's dual clip is "
@@ -80,3 +84,6 @@ def fspo_policy_loss(
     )
     shares["actor/ppo_kl"] = -log_ratio_sum.detach().nan_to_num(0.0, 0.0, 0.0).sum().item() / tokens
     return loss, shares
+
+
+register_policy_loss("fspo_centred")(partial(fspo_policy_loss, centred=True))

@@ -49,6 +49,7 @@ class Reward(Section):
         description="concurrent calls of your functions (default 1024) or HTTP requests (default 64); "
         "async functions have no limit",
     )
+    in_process: bool = Field(False, description="call your functions in the trainer's process")
     retries: NonNegativeInt = Field(
         4, description="HTTP retries after a lost connection, time-out, 429 or 5xx"
     )

@@ -6,6 +6,7 @@ environment variables. Unknown keys are refused.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from pydantic import model_validator
@@ -66,6 +67,12 @@ class Config(Section):
         updates, rollout = self.batch.mini_batches * self.batch.epochs, self.rollout
         first = rollout.old_log_probs == "sampled" and (rollout.max_staleness > 0 or updates == 1)
         return updates if first else updates - 1
+
+    @property
+    def rollouts_after_warmup(self) -> int:
+        """Number of rollouts after the learning rate's warm-up."""
+        updates = self.batch.mini_batches * self.batch.epochs
+        return max(self.run.steps - math.ceil(self.optimizer.warmup_steps / updates), 0)
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Config:

@@ -14,7 +14,6 @@ import os
 import secrets
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -25,7 +24,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
@@ -33,7 +31,7 @@ from weakref import WeakKeyDictionary, finalize
 
 from megatron_fspo.environments.chat import Encoder, Message, added, render
 from megatron_fspo.errors import InputError
-from megatron_fspo.job.parent import clean_environment, has_ended, kill_group
+from megatron_fspo.job.parent import clean_environment, has_ended, kill_group, kill_marked
 from megatron_fspo.rewards.grade import LARGEST
 from megatron_fspo.types import Prompt, Reply
 
@@ -122,11 +120,7 @@ class _Session:
                 if not chunk and not last:  # the program has closed it
                     self.over.wait(_LOOK_SECONDS)
         kill_group(process)
-        mark = f"OPENAI_API_KEY={self.secret}".encode()
-        for environ in Path("/proc").glob("[0-9]*/environ"):  # children in sessions of their own
-            with suppress(OSError):
-                if mark in environ.read_bytes().split(b"\0"):
-                    os.kill(int(environ.parent.name), signal.SIGKILL)
+        kill_marked(f"OPENAI_API_KEY={self.secret}")  # children in sessions of their own
         return end
 
 
@@ -179,7 +173,7 @@ class AgentEnvironment:
             if self._server is None:
                 self._server = _Server()
             if trajectory not in self._sessions:
-                env = {**self._variables, "OPENAI_BASE_URL": f"{self._server.address}/v1"}
+                env = {**self._variables, "OPENAI_BASE_URL": self._server.address}
                 session = _Session(self._config.command, prompt, env)
                 self._server.sessions[session.secret] = session
                 self._sessions[trajectory] = session
@@ -223,7 +217,15 @@ class _Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.sessions: dict[str, _Session] = {}
-        self.address = f"http://127.0.0.1:{self.server_address[1]}"
+        self.address = f"http://127.0.0.1:{self.server_address[1]}/v1"
+        guard = (
+            f"import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.path[:] = {sys.path!r}; "
+            "from megatron_fspo.job.parent import kill_marked; sys.stdin.read(); "
+            f"kill_marked('OPENAI_BASE_URL={self.address}')"
+        )
+        # The kernel closes its stdin when this process ends, even by kill -9. Then it ends what is left.
+        command = [sys.executable, "-IS", "-c", guard]
+        self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         threading.Thread(target=self.serve_forever, name="agents", daemon=True).start()
         atexit.register(self._end)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future, InvalidStateError
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_fspo.environments.chat import Encoder, added
@@ -67,27 +67,20 @@ class TextEnvironment:
         row |= {"fields": dict(prompt.fields), "dataset": prompt.dataset}
         if self._config.name in BUILT_IN:  # a program that the policy wrote could look around for the answer
             row, texts = row | {"text": "", "answer": "", "fields": {}}, texts[-1:]
-        result: Future[Reply] = Future()
         began = time.monotonic()
 
-        def settle(work: Future[Any]) -> None:
+        async def reply(ask: Callable[[], Coroutine[Any, Any, Any]]) -> Reply:
             try:
-                reply = self._reply(Observation(**work.result()), prompt, ended)
-            except CancelledError:
-                result.cancel()
-                return
+                reply = self._reply(Observation(**await ask()), prompt, ended)
             except Exception as error:  # a limit was exceeded, the function raised, or its answer is wrong
                 text = f"error: {error}".encode("utf-8", "replace").decode()
                 reply = self._reply(Observation(text=text, failed=True), prompt, ended)
-            with suppress(InvalidStateError):  # the caller has cancelled the request
-                result.set_result(replace(reply, seconds=time.monotonic() - began))
+            return replace(reply, seconds=time.monotonic() - began)
 
         if self._server is not None:
-            work = self._loop.submit(self._ask(self._server, prompt, texts))
-        else:
-            work = self._workers().submit(self._config.name, row, texts)
-        work.add_done_callback(settle)
-        return result
+            return self._loop.submit(reply(partial(self._ask, self._server, prompt, texts)))
+        pool = self._workers()
+        return pool.loop.submit(reply(partial(pool.call, self._config.name, row, texts)))
 
     async def _ask(self, server: Endpoint, prompt: Prompt, turns: Sequence[str]) -> dict[str, Any]:
         asked = {"prompt": prompt.text, "turns": turns, "answer": prompt.answer}

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import signal
+import socket
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 from megatron_fspo.errors import InputError
 
@@ -46,6 +51,50 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
     if process.returncode is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def kill_marked(mark: str) -> None:
+    """Kill the processes that have ``mark``, name=value, in their environment."""
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if mark.encode() in environ.read_bytes().split(b"\0"):
+                os.kill(int(environ.parent.name), signal.SIGKILL)
+
+
+def kill_and_wait(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process as :func:`kill_group`, and reap it."""
+    kill_group(process)
+    with suppress(subprocess.TimeoutExpired):  # in a system call that cannot be interrupted
+        process.wait(10)
+
+
+async def start_python(
+    main: Callable[..., None], *settings: Any, env: Mapping[str, str] | None = None, quiet: bool = False
+) -> tuple[subprocess.Popen[bytes], asyncio.StreamReader, asyncio.StreamWriter]:
+    """Call ``main(descriptor of a socket, id of this process, *settings)`` in a new interpreter. Not a fork,
+    as the trainer has threads, GPUs and process groups. Return the process, and reader and writer of the
+    other end of the socket, for lines of at most 16 MiB."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; from {main.__module__} import {main.__name__}; "
+            f"{main.__name__}({theirs.fileno()}, *{(os.getpid(), *settings)!r})"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-c", code],
+            pass_fds=[theirs.fileno()],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL if quiet else None,
+            stderr=subprocess.DEVNULL if quiet else None,
+            start_new_session=True,
+        )
+    try:
+        return process, *await asyncio.open_connection(sock=ours, limit=2**24)
+    except BaseException:  # cancelled
+        ours.close()
+        kill_and_wait(process)
+        raise
 
 
 def clean_environment(names: Sequence[str] = ()) -> dict[str, str]:

@@ -177,7 +177,7 @@ class Loop:
 
     def __init__(self, name: str, *, grace_seconds: float = 10.0) -> None:
         self._grace_seconds = grace_seconds
-        self._loop = asyncio.new_event_loop()
+        self.loop = asyncio.new_event_loop()
         # A daemon, because Python joins other threads before it calls the atexit handlers.
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
@@ -208,7 +208,7 @@ class Loop:
         if not self._thread.is_alive():
             coroutine.close()
             raise RuntimeError("the loop is closed")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def cancel(self) -> None:
         """Cancel all running coroutines and wait for their cleanup."""
@@ -218,7 +218,7 @@ class Loop:
         """Cancel all running coroutines and end the thread. Further calls do nothing."""
         atexit.unregister(self.close)
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(self._grace_seconds)
 
     def __enter__(self) -> Loop:
@@ -228,13 +228,13 @@ class Loop:
         self.close()
 
     def _main(self) -> None:
-        asyncio.set_event_loop(self._loop)
+        asyncio.set_event_loop(self.loop)
         try:
-            self._loop.run_forever()
+            self.loop.run_forever()
         finally:
-            self._loop.run_until_complete(_cancel_all())
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
+            self.loop.run_until_complete(_cancel_all())
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.close()
 
 
 async def _cancel_all() -> None:

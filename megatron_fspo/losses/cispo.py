@@ -31,7 +31,7 @@ class CISPOLoss(Loss):
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """Return weight_t = clip(r_t, 1 − eps_low, 1 + eps_high)·A; the clip flags mark clipped weights."""
-        log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
+        log_ratio = torch.where(inputs.loss_mask, inputs.log_ratio, 0.0)
         advantages = per_token(inputs.advantages, inputs).to(log_ratio.dtype)
         lowest = -math.inf if self.eps_low is None else math.log1p(-self.eps_low)
         highest = math.log1p(self.eps_high)

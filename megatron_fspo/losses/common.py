@@ -65,9 +65,12 @@ class Loss(Section):
         """Return the loss of one response of L > 0 tokens from its log-ratios and log-probs [L]."""
         raise NotImplementedError
 
-    def start(self, noise: Noise | None = None, *, longest: int, updates: int = 1) -> LossState:
+    def start(
+        self, noise: Noise | None = None, *, longest: int, updates: int = 1, rollouts: int = 0
+    ) -> LossState:
         """Return the loss at the start of a run: with measured ``noise`` in S, if any, the length of the
-        longest response in tokens, and the off-policy optimizer steps per rollout."""
+        longest response in tokens, the off-policy optimizer steps per rollout, and the number of rollouts
+        after the learning rate's warm-up."""
         return LossState(self)
 
     def by_turn(self) -> bool:
@@ -107,10 +110,9 @@ class Loss(Section):
         """Raise ``ValueError`` if the loss conflicts with the rest of the configuration: the optimizer steps
         per rollout that a band is measured from, and whether S starts from the sampler's log-probs."""
 
-    def notes(self, *, steps: int, updates: int, off_policy_updates: int, warmup_updates: int) -> list[str]:
-        """Return notes for the user before a run of ``steps`` rollouts, each with ``updates`` optimizer
-        steps; a band is measured from ``off_policy_updates`` of them. ``warmup_updates``: the learning rate's
-        warm-up."""
+    def notes(self, *, rollouts: int, off_policy_updates: int) -> list[str]:
+        """Return notes for the user before a run of ``rollouts`` after the learning rate's warm-up; a band is
+        measured from ``off_policy_updates`` optimizer steps of each."""
         return []
 
     def noise_file(self) -> Path | None:
@@ -137,20 +139,20 @@ class LossState:
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
 
-    def objective(self, *, on_policy: bool = False) -> PolicyObjective:
-        """Return the gradient weights for the next optimizer step. ``on_policy``: no update on this rollout
-        has moved the policy yet, so S is 0 and has no drift."""
+    def objective(self, *, on_policy: bool = False, update: int = 1) -> PolicyObjective:
+        """Return the gradient weights for an optimizer step, the ``update``-th on its rollout. ``on_policy``:
+        none has moved the policy yet, so S is 0 and has no drift."""
         return self._loss.objective()
 
     def observe(
-        self, log_ratio_sums: Tensor, lengths: Tensor, *, kl_k3: float, sigma: float | None, warm: bool
+        self, log_ratio_sums: Tensor, lengths: Tensor, *, update: int, sigma: float | None, warm: bool
     ) -> None:
         """Measure one off-policy mini-batch, gathered from all ranks.
 
         Args:
             log_ratio_sums: S [N].
             lengths: L [N].
-            kl_k3: KL per token by the k3 estimator.
+            update: which optimizer step of its rollout it was, from 1.
             sigma: σ̂ of these sequences; None if there are none.
             warm: the rollout began after the learning rate's warm-up. Before, updates and S are small, and a
                 width measured from them would be too narrow for the rest of the run.

@@ -40,7 +40,7 @@ class CTPOLoss(Loss):
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """Return weight_t = exp(S_t)·A, or 0 where a clip acts: that of a response that ends with token t."""
         columns = torch.stack([inputs.log_ratio, torch.ones_like(inputs.log_ratio)])
-        prefix, length = torch.where(inputs.mask, inputs.prefix_sums(columns), 0.0)
+        prefix, length = torch.where(inputs.loss_mask, inputs.prefix_sums(columns), 0.0)
         c = self.c_dual
         dual_clip = None if c is None else LengthFairDualClip(c=c, exponent=self.exponent)
         advantages = per_token(inputs.advantages, inputs)

@@ -32,8 +32,8 @@ class DPPOTVLoss(Loss):
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """Return weight_t = min(r_t, cap)·A, or 0 where π − π_old passes −delta_low or delta_high with A."""
-        log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
-        new = torch.where(inputs.mask, inputs.log_probs, 0.0)
+        log_ratio = torch.where(inputs.loss_mask, inputs.log_ratio, 0.0)
+        new = torch.where(inputs.loss_mask, inputs.log_probs, 0.0)
         advantages = per_token(inputs.advantages, inputs).to(log_ratio.dtype)
         # π − π_old = π_old·(r − 1), without subtracting two nearly equal numbers.
         moved = (new - log_ratio).exp() * log_ratio.expm1()

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import median, median_low
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -16,13 +16,8 @@ from torch import Tensor
 from megatron_fspo.errors import InputError
 from megatron_fspo.losses.common import Definition, Loss, LossState, pessimistic_minimum
 from megatron_fspo.objective import ConstantDualClip, DualClip, FSPOBand, LengthFairDualClip, SequenceLevel
-from megatron_fspo.objective.band import DEFAULT_C
-from megatron_fspo.objective.calibration import (
-    BandCalibrator,
-    drift_from_kl,
-    drift_from_sigma,
-    fit_exponent,
-)
+from megatron_fspo.objective.band import DEFAULT_C, WIDE_C
+from megatron_fspo.objective.calibration import BandCalibrator, centred_sigma, drift_of, fit_exponent
 from megatron_fspo.objective.noise import Noise
 from megatron_fspo.section import Share
 
@@ -31,6 +26,10 @@ WATCHED = 5
 C_OVER_SIGMA = (1.5, 3.0)
 CLIP_RATE = (0.01, 0.4)
 """A band within both ranges is neither too wide nor too narrow; ours."""
+LEAST_ESS = 0.25
+"""Effective sample size of the longest responses, as a share, below which a run warns; ours."""
+LEAST_DRIFT = 0.1
+"""The drift counts if it exceeds this share of the half width at the longest response; ours."""
 
 Width = Annotated[float, Field(gt=0, le=3)]  # a single token's ratio of e^3 = 20
 
@@ -55,7 +54,7 @@ class FSPOLoss(Loss):
         ),
     }
     RUN_KEYS: ClassVar = frozenset(
-        {"unit", "calibrate", "drift", "drift_value", "drift_cap", "noise", "max_noise_clip_rate"}
+        {"unit", "calibrate", "recalibrate", "drift", "drift_value", "noise", "max_noise_clip_rate"}
     )
     LIMITS: ClassVar = ("c_low", "c_high")
 
@@ -74,22 +73,23 @@ class FSPOLoss(Loss):
         0.0,
         description="b of the importance weight exp(S / L^b); 0 is FSPO. Clip decisions do not depend on it",
     )
-    calibrate: NonNegativeInt = Field(
-        0,
-        description="0: off. After the warm-up, set the mean of c_low and c_high to 2 sigma-hat of "
-        "S / L^exponent until two windows of this many off-policy mini-batches agree; keeps their ratio",
+    calibrate: NonNegativeInt | None = Field(
+        None,
+        description="after the warm-up, set the mean of c_low and c_high to 2 sigma-hat of S / L^exponent "
+        "until two windows of this many off-policy mini-batches agree; keeps their ratio. 0: off; none: two "
+        "rollouts if c_low = c_high = 0.03 and run.steps suffice, else off",
     )
-    drift: Literal["none", "given", "measured", "k3", "half_variance"] = Field(
-        "none",
-        description="centre of the band per token. given: `drift_value`; measured: that of `noise`, needs "
-        "rollout.old_log_probs = sampled; k3, half_variance: -KL, -sigma^2/2, off-policy only",
+    recalibrate: bool = Field(
+        True,
+        description="measure c again in each further window; it changes by at most a factor of 1.2 a window, "
+        "and of 2 in all",
+    )
+    drift: Literal["auto", "none", "given"] = Field(
+        "auto",
+        description="centre of the band per token, off-policy. auto: -sigma-hat^2/2 of S, with the sampler's "
+        "log-probs that of `noise`, where it exceeds a tenth of the half width; given: `drift_value`",
     )
     drift_value: float = Field(0.0, description="nats per token, for drift = given")
-    drift_cap: Annotated[float, Field(gt=0)] = Field(
-        0.01,
-        description="largest absolute estimate of the drift per token; the band never moves by more than its "
-        "half width",
-    )
     dual_clip: Literal["off", "length_fair", "constant"] = Field(
         "length_fair",
         description="upper limit of S for A < 0. length_fair: c_dual * L^exponent + drift * L; constant: "
@@ -112,7 +112,7 @@ class FSPOLoss(Loss):
                 f"loss.c_dual = {self.c_dual:g} is less than loss.c_high = {self.c_high:g}: the dual clip "
                 "would lie inside the band"
             )
-        if self.exponent == "measured" and self.calibrate < 3:
+        if self.exponent == "measured" and (self.calibrate or 0) < 3:
             raise ValueError(
                 f"loss.exponent = measured needs loss.calibrate of 3 or more, not {self.calibrate}"
             )
@@ -175,43 +175,46 @@ class FSPOLoss(Loss):
         exponent = fit_exponent(log_ratio_sums, lengths)
         return self.model_copy(update={"exponent": min(max(0.5, exponent), 1.0)})  # NaN becomes 0.5
 
-    def start(self, noise: Noise | None = None, *, longest: int, updates: int = 1) -> FSPOState:
-        return FSPOState(self, noise, longest=longest, updates=updates)
+    def start(
+        self, noise: Noise | None = None, *, longest: int, updates: int = 1, rollouts: int = 0
+    ) -> FSPOState:
+        return FSPOState(self, noise, longest=longest, window=self._window(updates, rollouts))
+
+    def _window(self, updates: int, rollouts: int) -> int:
+        """Return the off-policy mini-batches of a calibration window, of whole rollouts with ``updates`` of
+        them each; 0: c is fixed. ``rollouts`` are those after the warm-up."""
+        if self.calibrate is None:
+            default = self.c_low == self.c_high == DEFAULT_C
+            return 2 * updates if default and rollouts >= 4 else 0
+        return math.ceil(self.calibrate / updates) * updates if self.calibrate else 0
 
     def check(self, *, off_policy_updates: int, sampled: bool) -> None:
-        """Raise ``ValueError`` if there is nothing to measure the drift or the width from."""
-        if self.drift == "measured" and (self.noise is None or not sampled):
+        """Raise ``ValueError`` if there is nothing to measure the width from."""
+        if self.calibrate and not off_policy_updates:
             raise ValueError(
-                "loss.drift = measured needs loss.noise, a file from `megatron-fspo calibrate`, and "
-                "rollout.old_log_probs = sampled; without them S has no drift"
-            )
-        asked = {"calibrate": self.calibrate > 0, "drift": self.drift in ("k3", "half_variance")}
-        for key in (key for key in asked if asked[key] and not off_policy_updates):
-            raise ValueError(
-                f"loss.{key} = {getattr(self, key)} has nothing to measure: with one optimizer step per "
+                f"loss.calibrate = {self.calibrate} has nothing to measure: with one optimizer step per "
                 "rollout, S is always 0. Set batch.mini_batches * batch.epochs > 1, or "
                 "rollout.old_log_probs = sampled"
             )
 
-    def notes(self, *, steps: int, updates: int, off_policy_updates: int, warmup_updates: int) -> list[str]:
+    def notes(self, *, rollouts: int, off_policy_updates: int) -> list[str]:
         if not off_policy_updates:
             return [
                 "every optimizer step is on-policy, so S = 0 and FSPO clips nothing. Set "
                 "batch.mini_batches * batch.epochs > 1, or rollout.old_log_probs = sampled"
             ]
         notes = []
-        if not self.calibrate and max(self.c_low, self.c_high) >= 0.2:
+        if not self.calibrate and max(self.c_low, self.c_high) >= WIDE_C:
             notes.append(
                 f"loss.c_low = {self.c_low:g} and loss.c_high = {self.c_high:g} limit S in nats per √token, "
                 "not a ratio: 0.2 allows a ratio of e^6.3 at 1000 tokens. loss.calibrate measures c "
                 "(docs/choosing_c.md)"
             )
-        warm = max(steps - math.ceil(warmup_updates / updates), 0)
-        rollouts = math.ceil(self.calibrate / off_policy_updates)
-        if 2 * rollouts > warm:
+        needed = self._window(off_policy_updates, rollouts) // off_policy_updates
+        if 2 * needed > rollouts:
             notes.append(
-                f"loss.calibrate = {self.calibrate} will not finish within run.steps = {steps}: it needs "
-                f"two windows of {rollouts} steps after the warm-up, which leaves {warm}"
+                f"loss.calibrate = {self.calibrate} will not finish within run.steps: it needs "
+                f"two windows of {needed} steps after the warm-up, which leaves {rollouts}"
             )
         return notes
 
@@ -219,7 +222,8 @@ class FSPOLoss(Loss):
         return self.noise
 
     def check_noise(self, noise: Noise, lengths: Sequence[int], origin: str) -> None:
-        rates = noise.clip_rates(torch.tensor(lengths), self._from(noise).band())
+        band = FSPOState(self, noise, longest=max(lengths), window=0).section().band()
+        rates = noise.clip_rates(torch.tensor(lengths), band)
         if (worst := rates.max().item()) > self.max_noise_clip_rate:
             raise InputError(
                 f"the band lies inside the noise: {origin} alone puts {worst:.1%} of the responses of "
@@ -228,13 +232,8 @@ class FSPOLoss(Loss):
                 f"{self.noise} has the smallest c"
             )
 
-    def _from(self, noise: Noise) -> FSPOLoss:
-        """Return the loss with the band that a run begins with."""
-        return self.centred(noise.drift) if self.drift == "measured" else self
-
     def unmeasured(self) -> FSPOLoss:
-        drift = "none" if self.drift == "measured" else self.drift
-        return self.model_copy(update={"noise": None, "drift": drift})
+        return self.model_copy(update={"noise": None})
 
     def reported(self, last: Callable[[str], float]) -> FSPOLoss | None:
         c_low, c_high, drift = map(last, ("fspo/c_low", "fspo/c_high", "fspo/drift"))
@@ -246,53 +245,76 @@ class FSPOLoss(Loss):
 
 
 class FSPOState(LossState):
-    """The band of FSPO during a run. Calibration on whole rollouts changes its width and exponent; an
-    estimated drift moves it by less than its half width up to ``longest`` tokens, so S = 0 stays inside."""
+    """The band of FSPO during a run: its width, from calibration on whole rollouts, and its centre.
 
-    def __init__(self, loss: FSPOLoss, noise: Noise | None, *, longest: int, updates: int) -> None:
-        self._loss: FSPOLoss = loss if noise is None else loss._from(noise)
+    S has the mean −σ²L/2 (``calibration.drift_of``), and σ grows with each update on a rollout. So σ̂ is the
+    median of the last rollouts at the same optimizer step. It counts up to c, usually twice as large: beyond,
+    a centre that follows would let a policy that runs away run further.
+    """
+
+    def __init__(self, loss: FSPOLoss, noise: Noise | None, *, longest: int, window: int) -> None:
+        self._loss: FSPOLoss = loss
         self._noise, self._longest = noise, longest
-        self._recent: deque[tuple[float, float, float]] = deque(maxlen=WATCHED)  # c, σ̂, clip rate
+        self._recent: deque[tuple[float, ...]] = deque(maxlen=WATCHED)  # c, σ̂, clip rate, ESS of long ones
         self._calibrator: BandCalibrator | None = None
-        self._estimates_drift = loss.drift in ("k3", "half_variance")
-        self._drift = 0.0
-        if loss.calibrate:
-            window = math.ceil(loss.calibrate / updates) * updates
-            self._calibrator = BandCalibrator(mini_batches=window, exponent=loss.exponent)
+        self._spreads: dict[int, list[float]] = {}
+        """Optimizer step of a rollout → σ̂ of the last :data:`WATCHED` rollouts."""
+        self._seen = 0
+        """Longest response observed."""
+        if window:
+            self._calibrator = BandCalibrator(window, exponent=loss.exponent, follow=loss.recalibrate)
 
-    def _section(self, *, on_policy: bool = False) -> FSPOLoss:
+    def section(self, *, on_policy: bool = False, update: int = 2**31) -> FSPOLoss:
+        """Return the loss with the band of an optimizer step of a rollout; by default, of the last."""
         loss = self._loss
         # c is the mean of c_low and c_high, which keep their ratio.
         if self._calibrator is not None and (c := self._calibrator.c) is not None:
             scale = 2 * c / (loss.c_low + loss.c_high)
             exponent = self._calibrator.exponent
             loss = loss.moved(c_low=scale * loss.c_low, c_high=scale * loss.c_high, exponent=exponent)
-        if not self._estimates_drift:
+        if loss.drift != "auto":
             return loss
-        # A little less than the half width, so that rounding does not put S = 0 outside.
-        low, high = loss.centred(0.0).band().bounds(torch.tensor([float(self._longest)]))
-        limit = 0.999 * min(-low.item(), high.item()) / self._longest
-        return loss.centred(0.0 if on_policy else max(self._drift, -limit))
+        loss = loss.centred(0.0)
+        if on_policy:
+            return loss
+        drift, variance = 0.0, 0.0
+        if self._noise is not None and self._noise.of_sampler:
+            drift, variance = self._noise.drift, self._noise.spread**2
+        # One rollout is not enough: Adam's first updates can be ten times as large as later ones.
+        if known := [step for step, some in self._spreads.items() if step <= update and len(some) > 1]:
+            sigma = min(median_low(self._spreads[max(known)]), (loss.c_low + loss.c_high) / 2)
+            drift += drift_of(math.sqrt(max(sigma**2 - variance, 0.0)))
+        length = float(self._seen or self._longest)
+        low, high = loss.band().bounds(torch.tensor([length], dtype=torch.float64))
+        matters = abs(drift) * length > LEAST_DRIFT * min(-low.item(), high.item())
+        return loss.centred(drift) if matters else loss
 
-    def objective(self, *, on_policy: bool = False) -> SequenceLevel:
-        return self._section(on_policy=on_policy).objective()
+    def objective(self, *, on_policy: bool = False, update: int = 2**31) -> SequenceLevel:
+        return self.section(on_policy=on_policy, update=update).objective()
 
     def observe(
-        self, log_ratio_sums: Tensor, lengths: Tensor, *, kl_k3: float, sigma: float | None, warm: bool
+        self, log_ratio_sums: Tensor, lengths: Tensor, *, update: int, sigma: float | None, warm: bool
     ) -> None:
-        # σ̂ is 0 until an update has moved the policy.
-        if warm and sigma and self._calibrator is not None:
+        if not sigma:  # 0 until an update has moved the policy
+            return
+        longest = int(lengths.max())
+        if self._loss.drift == "auto":
+            spread = centred_sigma(log_ratio_sums, lengths)
+            self._seen = max(self._seen, longest)
+            self._spreads[update] = [*self._spreads.get(update, []), spread][-WATCHED:]
+            # The same limit as for the band, with a half width of 2σ̂√L.
+            if spread * math.sqrt(longest) > 4 * LEAST_DRIFT:
+                log_ratio_sums = log_ratio_sums - drift_of(spread) * lengths
+        if warm and self._calibrator is not None:
             self._calibrator.observe(log_ratio_sums, lengths)
-        if self._loss.drift == "k3" and math.isfinite(kl_k3):
-            self._drift = drift_from_kl(max(kl_k3, 0.0), self._loss.drift_cap)
-        elif self._loss.drift == "half_variance" and sigma is not None:
-            self._drift = drift_from_sigma(sigma, self._loss.drift_cap)
 
     def calibrated(self) -> str | None:
-        calibrator, loss = self._calibrator, self._section()
+        calibrator, loss = self._calibrator, self._loss
         if calibrator is None or calibrator.c is None:
             return None
-        text = f"c_low = {loss.c_low:.4g}, c_high = {loss.c_high:.4g}"
+        # Where c follows σ̂, its first value: a line of the log for every change would be too many.
+        scale = 2 * (calibrator.steady_c or calibrator.c) / (loss.c_low + loss.c_high)
+        text = f"c_low = {scale * loss.c_low:.4g}, c_high = {scale * loss.c_high:.4g}"
         if not calibrator.steady:
             return f"{text}, until two windows of {calibrator.mini_batches} mini-batches agree on sigma-hat"
         if calibrator.measured is not None:
@@ -306,7 +328,7 @@ class FSPOState(LossState):
         return text
 
     def metrics(self) -> dict[str, float]:
-        band = self._section().band()
+        band = self.section().band()
         return {f"fspo/{name}": getattr(band, name) for name in ("c_low", "c_high", "drift", "exponent")}
 
     def noise_metrics(self, lengths: Tensor, out_of_band: float) -> dict[str, float]:
@@ -314,7 +336,7 @@ class FSPOState(LossState):
         ``fspo/noise_clip_share``, its ratio to ``out_of_band``, at most 1."""
         if self._noise is None or not len(lengths):
             return {}
-        rate = self._noise.clip_rates(lengths, self._section().band()).mean().item()
+        rate = self._noise.clip_rates(lengths, self.section().band()).mean().item()
         share = min(1.0, rate / out_of_band) if out_of_band else math.nan
         return {"fspo/noise_clip_rate": rate, "fspo/noise_clip_share": share}
 
@@ -326,10 +348,11 @@ class FSPOState(LossState):
         c = (c_low + c_high) / 2
         if self._recent and self._recent[-1][0] != c:
             self._recent.clear()
-        self._recent.append((c, sigma, clipped))
+        carried = [value for name, value in metrics.items() if name.startswith("fspo/ess/bin_")]
+        self._recent.append((c, sigma, clipped, carried[-1] if carried else math.nan))
         if len(self._recent) < WATCHED:
             return {}
-        _, sigma, clipped = (median(column) for column in zip(*self._recent, strict=True))
+        _, sigma, clipped, carry = (median(column) for column in zip(*self._recent, strict=True))
         ratio, (low, high), (least, most) = c / sigma, C_OVER_SIGMA, CLIP_RATE
         measured = self._calibrator is not None and self._calibrator.c is not None
         origin = f"c was measured when sigma-hat was {c / 2:.2g}" if measured else "c was configured"
@@ -338,21 +361,29 @@ class FSPOState(LossState):
             f"are clipped (medians of the last {WATCHED} steps); expected are {low:g} to {high:g} times and "
             f"{least:.0%} to {most:.0%}. {origin}; 2 sigma-hat is now {2 * sigma:.2g}. See docs/choosing_c.md"
         )
+        doubts = {}
         if ratio < low or clipped > most:
-            return {"narrow band": text}
-        if ratio > high or clipped < least:
-            return {"wide band": text}
-        return {}
+            doubts["narrow band"] = text
+        elif ratio > high or clipped < least:
+            doubts["wide band"] = text
+        if carry < LEAST_ESS:
+            doubts["weights"] = (
+                f"the longest responses carry the gradient like {carry:.0%} of their number (fspo/ess of the "
+                f"last length bin, median of {WATCHED} steps): e^S spreads too far. Take fewer optimizer "
+                "steps per rollout, or set loss.temper = 0.5"
+            )
+        return doubts
 
     def state_dict(self) -> dict[str, Any]:
         calibrator = None if self._calibrator is None else self._calibrator.state_dict()
-        return {"drift": self._drift, "calibrator": calibrator}
+        spreads = {str(update): list(some) for update, some in self._spreads.items()}
+        return {"spreads": spreads, "longest": self._seen, "calibrator": calibrator}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the band of a checkpoint; keys of the configuration take precedence. Raises
         ``InputError`` if it was measured with other settings."""
-        if self._estimates_drift:
-            self._drift = state.get("drift", 0.0)
+        self._spreads = {int(update): list(some) for update, some in state.get("spreads", {}).items()}
+        self._seen = state.get("longest", 0)
         measured = state.get("calibrator")
         if self._calibrator is not None and measured is not None:
             try:

@@ -26,7 +26,7 @@ class GMPOLoss(Loss):
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """weight_t = exp(mean of the clipped log-ratios)·A / L, or 0 where that of the token is clipped."""
-        log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
+        log_ratio = torch.where(inputs.loss_mask, inputs.log_ratio, 0.0)
         advantage = per_token(inputs.advantages, inputs)
         below, above = log_ratio < -self.eps_low, log_ratio > self.eps_high
         low, high = (advantage < 0) & below, (advantage > 0) & above
@@ -41,7 +41,7 @@ class GMPOLoss(Loss):
         columns = torch.stack([*kept, broken.to(log_ratio)])
         ratio, value, clipped_low, clipped_high, outside, dropped = inputs.decided(columns)
         token = per_token(value / lengths, inputs)
-        token = torch.where(inputs.mask, token, 0.0)
+        token = torch.where(inputs.loss_mask, token, 0.0)
         return LossTerms(
             log_ratio_sum=sums[0],
             weight=torch.where(low | high, 0.0, token),

@@ -38,10 +38,10 @@ class CPPOLoss(Loss):
 
     def _region(self, inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Return [t] w·|π − π_old| of each token, its sum over earlier tokens, and the sum of w over them."""
-        log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
-        old = torch.where(inputs.mask, inputs.log_probs - inputs.log_ratio, 0.0)
+        log_ratio = torch.where(inputs.loss_mask, inputs.log_ratio, 0.0)
+        old = torch.where(inputs.loss_mask, inputs.log_probs - inputs.log_ratio, 0.0)
         lengths = per_token(inputs.lengths, inputs).to(log_ratio.dtype)
-        place = torch.where(inputs.mask, inputs.prefix_sums(torch.ones_like(old)[None])[0], 1.0)
+        place = torch.where(inputs.loss_mask, inputs.prefix_sums(torch.ones_like(old)[None])[0], 1.0)
         share = 1 - (1 - self.last_weight) * (place - 1) / (lengths - 1).clamp(min=1)
         # π − π_old = π_old·(r − 1), without subtracting two nearly equal numbers.
         moved = share * (old.exp() * log_ratio.expm1()).abs()
@@ -52,8 +52,8 @@ class CPPOLoss(Loss):
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """Return weight_t = r_t·A, or 0 where the token has moved too far in the direction of A."""
         moved, spent, room = self._region(inputs)
-        log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
-        new = torch.where(inputs.mask, inputs.log_probs, 0.0)
+        log_ratio = torch.where(inputs.loss_mask, inputs.log_ratio, 0.0)
+        new = torch.where(inputs.loss_mask, inputs.log_probs, 0.0)
         advantages = per_token(inputs.advantages, inputs).to(log_ratio.dtype)
         outside = moved > self.delta + (self.budget * room - spent).clamp(max=0.0)
         below, above = outside & (log_ratio < 0), outside & (log_ratio > 0)
@@ -110,7 +110,7 @@ class PNPOLoss(Loss):
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """Return weight_t = g_t·A, or 0 where g_t is outside its limits."""
         columns = torch.stack([inputs.log_ratio, torch.ones_like(inputs.log_ratio)])
-        prefix, place = torch.where(inputs.mask, inputs.prefix_sums(columns), 0.0)
+        prefix, place = torch.where(inputs.loss_mask, inputs.prefix_sums(columns), 0.0)
         low, high = self.prefix_band().bounds(place)
         below, above = prefix < low, prefix > high
         advantages = per_token(inputs.advantages, inputs).to(prefix.dtype)

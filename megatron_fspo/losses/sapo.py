@@ -32,7 +32,7 @@ class SAPOLoss(Loss):
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """Return weight_t = 4·p·(1 − p)·r·A with p = sigmoid(τ(r − 1)); mean over each sequence."""
-        log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
+        log_ratio = torch.where(inputs.loss_mask, inputs.log_ratio, 0.0)
         advantages = per_token(inputs.advantages, inputs).to(log_ratio.dtype)
         x = log_ratio.clamp(max=_LARGEST)
         tau = torch.where(advantages > 0, x.new_full((), self.tau_pos), x.new_full((), self.tau_neg))

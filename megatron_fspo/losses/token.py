@@ -36,7 +36,7 @@ class TokenLoss(Loss):
         """Return weight_t = r_t·A, or 0 where a clip acts: the surrogate of sequences of one token."""
         ratio = self.dual_clip_ratio
         terms = sequence_surrogate(
-            torch.where(inputs.mask, inputs.log_ratio, 0.0),
+            torch.where(inputs.loss_mask, inputs.log_ratio, 0.0),
             torch.ones_like(inputs.log_ratio),
             per_token(inputs.advantages, inputs),
             RLOOBand(eps_low=self.eps_low, eps_high=self.eps_high),

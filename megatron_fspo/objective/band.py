@@ -15,6 +15,8 @@ from torch import Tensor
 
 DEFAULT_C = 0.03
 """Default c_low and c_high of FSPO's band, in nats per √token."""
+WIDE_C = 0.2
+"""A c from which a band allows a ratio of e^6.3 at 1000 tokens: probably meant as a limit on a ratio."""
 
 
 class ClipBand(Protocol):
@@ -58,7 +60,7 @@ class FSPOBand:
     """Nats per token^a, above 0. About 2σ̂, see ``calibration``."""
     c_high: float
     drift: float = 0.0
-    """Centre of the band in nats per token: 0, or −KL(old‖new) from ``calibration.drift_from_*``."""
+    """Centre of the band in nats per token: 0, or −KL(old‖new), as ``calibration.drift_of``."""
     exponent: float = 0.5
     """a, from 0 (constant band) to 1 (band on the mean log-ratio S/L)."""
 

@@ -10,9 +10,10 @@ variance; the median says little about the band's edge; a few mini-batches have 
 Avoid two obvious methods:
 
 * **Adjusting c to hold a clip rate** is a positive feedback loop: larger updates, larger S, wider band.
-  ``BandCalibrator`` measures until σ̂ is steady, only lowers c meanwhile, and then keeps it.
+  ``BandCalibrator`` measures until σ̂ is steady, only lowers c meanwhile, and then keeps it, or follows σ̂
+  slowly and not far.
 * **The batch mean of S/L as drift** is mostly the learning signal, so the band would follow the policy.
-  ``drift_from_kl`` and ``drift_from_sigma`` are capped; leave the drift at 0 unless there is a reason.
+  The drift comes from the spread instead: see :func:`drift_of`.
 
 Shapes: N sequences. Units: S in nats, L in response tokens; σ in nats per token^a; a has none. Source: all of
 this file is ours.
@@ -141,6 +142,8 @@ def student_t(degrees: float) -> float:
     return float(z + sum(term / degrees**power for power, term in enumerate(terms, start=1)))
 
 
+FASTEST, FARTHEST = 1.2, 2.0
+"""Largest factors by which c follows σ̂, in a window and in all."""
 STEADY = 1.5
 """Largest ratio of σ̂ in two windows that counts as steady. c = 2σ̂ is then 1.3 to 3 times σ̂ of either."""
 
@@ -167,14 +170,25 @@ def sigma_hat(log_ratio_sums: Tensor, lengths: Tensor, exponent: float = 0.5) ->
     return _median(sums.abs() / kept**exponent) / _NORMAL_MAD
 
 
-def drift_from_kl(kl_per_token: float, cap: float) -> float:
-    """Return −min(KL, cap), nats per token: E_old[S] = −L·KL(old‖new) is the centre of the noise."""
-    return 0.0 - min(kl_per_token, cap)
+def drift_of(sigma: float) -> float:
+    """Return −σ²/2, nats per token: the mean of S per token for responses that the old policy sampled.
+
+    E_old[e^S] = 1, so a normal S of variance σ²L has the mean −σ²L/2, which is −KL(old‖new).
+    """
+    return 0.0 - sigma * sigma / 2.0
 
 
-def drift_from_sigma(sigma: float, cap: float) -> float:
-    """Return −min(σ²/2, cap), nats per token: KL ≈ σ²/2 for small log-ratios with deviation σ."""
-    return drift_from_kl(sigma * sigma / 2.0, cap)
+def centred_sigma(log_ratio_sums: Tensor, lengths: Tensor) -> float:
+    """Return σ̂ of S − d·L, the spread of S [N] around its own drift d for L [N]; nats per √token.
+
+    d, the median of S/L weighted by √L, minimises Σ|S − d·L|/√L. It contains the learning signal, so it
+    centres the spread only, never a band. Raises ``ValueError`` as :func:`sigma_hat`.
+    """
+    sums, kept = usable(log_ratio_sums, lengths)
+    slopes, order = (sums / kept).sort()
+    weights = kept.sqrt()[order].cumsum(0)
+    middle = slopes[(weights < weights[-1] / 2).sum()].item() if len(sums) else 0.0
+    return sigma_hat(sums - middle * kept, kept)
 
 
 class BandCalibrator:
@@ -198,6 +212,8 @@ class BandCalibrator:
 
     Args:
         mini_batches: per window: the off-policy ones of whole rollouts, as S grows within a rollout.
+        follow: once steady, measure c again in each further window; it changes by at most a factor of
+            :data:`FASTEST` each time, and of :data:`FARTHEST` in all.
     """
 
     def __init__(
@@ -205,6 +221,7 @@ class BandCalibrator:
         mini_batches: int = 4,
         multiple: float = 2.0,
         exponent: float | Literal["measured"] = 0.5,
+        follow: bool = False,
     ) -> None:
         if mini_batches < 1:
             raise ValueError(f"mini_batches must be at least 1, got {mini_batches}")
@@ -216,12 +233,14 @@ class BandCalibrator:
             "mini_batches": mini_batches,
             "multiple": multiple,
             "exponent": exponent,
+            "follow": follow,
         }
         self.mini_batches = mini_batches
         self.c: float | None = None
-        """Nats per token^a; None until the first window is full, constant once ``steady``."""
-        self.steady = False
-        """Two windows agreed, and the measurement is over."""
+        """Nats per token^a; None until the first window is full, constant once ``steady`` unless it is to
+        follow σ̂."""
+        self.steady_c: float | None = None
+        """The c of the two windows that agreed; None until then."""
         self.exponent = 0.5 if exponent == "measured" else exponent
         """a of the band; if it is to be measured, ½ until ``steady``."""
         self.measured: Exponent | None = None
@@ -231,13 +250,19 @@ class BandCalibrator:
         # |S| and L of the last full window and of the current one; emptied once σ̂ is steady.
         self._seen: list[tuple[list[float], list[float]]] = []
 
+    @property
+    def steady(self) -> bool:
+        """True once two windows agreed."""
+        return self.steady_c is not None
+
     def observe(self, log_ratio_sums: Tensor, lengths: Tensor) -> None:
-        """Add S [N] in nats and L [N] of one off-policy mini-batch. Does nothing once ``steady``.
+        """Add S [N] in nats and L [N] of one off-policy mini-batch. Does nothing once ``steady`` unless c is
+        to follow σ̂.
 
         A mini-batch without a finite S is ignored. Raises ``ValueError`` if the median |S| is 0, as in the
         first mini-batch after a rollout: on-policy S has no noise to measure.
         """
-        if self.steady:
+        if self.steady and not self._settings["follow"]:
             return
         sums, kept = usable(log_ratio_sums, lengths)
         if len(sums) == 0:
@@ -252,12 +277,18 @@ class BandCalibrator:
         if len(self._seen) % size:
             return
         now = self._width(self._seen[-size:])
+        if self.c is not None and self.steady_c is not None:
+            now = min(max(now, self.c / FASTEST), self.c * FASTEST)
+            self.c = min(max(now, self.steady_c / FARTHEST), self.steady_c * FARTHEST)
+            self._seen = []
+            return
         if len(self._seen) == 2 * size:
             before = self._width(self._seen[:size])
             if before / STEADY <= now <= before * STEADY:
                 if self._settings["exponent"] == "measured":
                     self._measure_exponent()
-                self.c, self.steady, self._seen = self._width(self._seen), True, []
+                self.c = self.steady_c = self._width(self._seen)
+                self._seen = []
                 return
             self._seen = self._seen[size:]
         self.c = now if self.c is None else min(self.c, now)
@@ -281,7 +312,7 @@ class BandCalibrator:
         return {
             "settings": dict(self._settings),
             "c": self.c,
-            "steady": self.steady,
+            "steady_c": self.steady_c,
             "exponent": self.exponent,
             "measured": None if self.measured is None else asdict(self.measured),
             "refusal": self.refusal,
@@ -295,7 +326,7 @@ class BandCalibrator:
                 f"this calibrator has {self._settings}, but its saved state was measured with "
                 f"{state['settings']}"
             )
-        self.c, self.steady = state["c"], state["steady"]
+        self.c, self.steady_c = state["c"], state["steady_c"]
         self.exponent, self.refusal = state["exponent"], state["refusal"]
         measured = state["measured"]
         self.measured = (

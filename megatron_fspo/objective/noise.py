@@ -42,11 +42,18 @@ class Noise:
     """[n] float64: L of the responses, ascending."""
     residuals: Tensor
     """[n] float64: Z of each response."""
+    of_sampler: bool = False
+    """True if one of the passes sampled the responses."""
 
     @property
     def sigma(self) -> float:
         """Root mean square of Z."""
         return self.residuals.square().mean().sqrt().item()
+
+    @property
+    def spread(self) -> float:
+        """σ̂ of Z, which rare large values do not move."""
+        return sigma_hat(self.residuals, torch.ones_like(self.residuals))
 
     @property
     def drift_length(self) -> float:

@@ -201,7 +201,7 @@ class LossInputs:
     """[t] log π_new; arbitrary outside the mask."""
     log_ratio: Tensor
     """[t] log π_new − log π_old; arbitrary outside the mask."""
-    mask: Tensor
+    loss_mask: Tensor
     """[t] bool: response tokens."""
     segment: Tensor
     """[t] sequence of each token, in [0, n]; n: in no sequence."""
@@ -246,6 +246,8 @@ class LossTerms:
     """[n] the same for the dual clip."""
     out_of_band: Tensor
     """[n] bool: outside the band on either side, whatever the sign of A."""
+    below: Tensor | None = None
+    """[n] bool: S is below the band; None if limits are not on S of whole sequences."""
     nonfinite: Tensor
     """[n] bool: dropped because S, A or the weight is not finite."""
 
@@ -319,6 +321,7 @@ def _of_trajectories(terms: LossTerms, turns: TurnInputs, whole: LossInputs) -> 
         terms,
         **clipped,
         log_ratio_sum=log_ratio_sum,
+        below=None,
         ratio=torch.full_like(log_ratio_sum, math.nan),
         out_of_band=_over_turns(terms.out_of_band, turns, whole) > 0,
         nonfinite=_over_turns(terms.nonfinite, turns, whole) > 0,
@@ -329,23 +332,25 @@ def weigh_sequences(inputs: LossInputs, log_ratio_sum: Tensor, terms: Surrogate)
     """Turn a sequence-level surrogate [n] into weights on tokens. Ranks that share a sequence all use the
     decision of one of them."""
     sides = (terms.clipped_low, terms.clipped_high, terms.dual_clipped)
-    flags = [flag.to(log_ratio_sum) for flag in (*sides, terms.out_of_band, terms.nonfinite)]
+    flags = [flag.to(log_ratio_sum) for flag in (*sides, terms.below, terms.above, terms.nonfinite)]
     columns = torch.stack([log_ratio_sum, terms.weight, terms.ratio, terms.objective, *flags])
-    log_ratio_sum, weight, ratio, objective, low, high, dual, out, broken = inputs.decided(columns)
+    log_ratio_sum, weight, ratio, objective, low, high, dual, *other = inputs.decided(columns)
+    below, above, broken = (flag > 0 for flag in other)
     # A context-parallel rank holds some tokens of a sequence but all of its S: count J_i by the tokens held.
     counts = inputs.log_ratio.new_zeros(inputs.lengths.numel() + 1)
-    held = counts.index_add_(0, inputs.segment, inputs.mask.to(counts.dtype))[:-1]
+    held = counts.index_add_(0, inputs.segment, inputs.loss_mask.to(counts.dtype))[:-1]
     share = held / inputs.lengths.clamp(min=1)
     return LossTerms(
         log_ratio_sum=log_ratio_sum,
-        weight=torch.where(inputs.mask, per_token(weight, inputs), 0.0),
+        weight=torch.where(inputs.loss_mask, per_token(weight, inputs), 0.0),
         ratio=ratio,
         objective=(objective * share).sum(),
         clipped_low=low,
         clipped_high=high,
         dual_clipped=dual,
-        out_of_band=out > 0,
-        nonfinite=broken > 0,
+        out_of_band=below | above,
+        below=below,
+        nonfinite=broken,
     )
 
 
@@ -360,7 +365,7 @@ def weigh_tokens(inputs: LossInputs, terms: Surrogate, aggregation: Aggregation)
     log_ratio_sum, nonfinite, low, high, dual, out = inputs.sequence_sums(columns)
     # One non-finite token drops its sequence: the sum over the other tokens is not its S.
     broken = (nonfinite > 0) | ~torch.isfinite(log_ratio_sum)
-    kept = inputs.mask & ~per_token(broken, inputs)
+    kept = inputs.loss_mask & ~per_token(broken, inputs)
     lengths = per_token(inputs.lengths.to(inputs.log_ratio.dtype), inputs)
     # max(…, 1): all responses of a step may be empty.
     if aggregation == "sequence-mean":

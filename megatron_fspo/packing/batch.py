@@ -42,11 +42,11 @@ class Sequences:
     """[m] L ≤ R, the tokens of these that the policy wrote."""
     advantages: Tensor
     """[m] fp32."""
-    written: Tensor | None = None
+    loss_mask: Tensor | None = None
     """[Σ R] bool: the policy wrote the token. None: it wrote all."""
-    row_starts: Tensor | None = None
-    """[s] indices into [Σ R] where a new row begins: its tokens attend to it alone, at positions from 0.
-    None: every sequence is one row."""
+    row_starts: Sequence[Row] | None = None
+    """[m] positions in the response where its further rows begin: their tokens attend to them alone, at
+    positions from 0. None: every sequence is one row."""
     routes: Tensor | None = None
     """[Σ (P + R − 1) + 1, layers, k] uint8: the sampler's experts for all tokens except the last of each
     sequence; :data:`NO_ROUTE` where unknown, and in the last entry."""
@@ -62,30 +62,11 @@ class Sequences:
     @cached_property
     def borders(self) -> list[list[int]]:
         """For each sequence, positions in prompt and response: 0, where further rows begin, and P + R."""
-        borders = [[0, prompt + response] for prompt, response, *_ in self.places.tolist()]
-        if self.row_starts is not None:
-            begins = self.places[:, 3].contiguous()
-            owners = torch.searchsorted(begins, self.row_starts, right=True) - 1
-            inside = self.row_starts - begins[owners] + self.prompt_lengths[owners]
-            for owner, position in zip(owners.tolist(), inside.tolist(), strict=True):
-                borders[owner].insert(-1, position)
-        return borders
-
-    @cached_property
-    def turns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """[Σ R] int32 turn of the token in its sequence, from 1, or 0 if the policy did not write it; [m]
-        number of turns of each sequence; and the lengths of all turns, sequence by sequence."""
-        assert self.written is not None
-        begins = self.places[:, 3]
-        starts = self.written.clone()
-        starts[1:] &= ~self.written[:-1]
-        first = begins[self.response_lengths > 0]
-        starts[first] = self.written[first]
-        count = starts.cumsum(0)
-        before = pad(count, (1, 0))[begins]
-        ends = pad(count, (1, 0))[begins + self.response_lengths]
-        number = torch.where(self.written, count - before.repeat_interleave(self.response_lengths), 0)
-        return number.int(), ends - before, (count[self.written] - 1).bincount(minlength=int(starts.sum()))
+        each = zip(self.places.tolist(), self.row_starts or [()] * len(self.places), strict=True)
+        return [
+            [0, *(prompt + start for start in as_row(starts, torch.long).tolist()), prompt + response]
+            for (prompt, response, *_), starts in each
+        ]
 
     @cached_property
     def prompts(self) -> Tensor:
@@ -114,8 +95,8 @@ class Sequences:
         advantages: Sequence[float] | Tensor,
         log_probs: Sequence[Row] | None = None,
         index: Sequence[int] | None = None,
-        written: Tensor | None = None,
-        row_starts: Tensor | None = None,
+        loss_mask: Sequence[Row] | None = None,
+        row_starts: Sequence[Row] | None = None,
         routes: Tensor | None = None,
     ) -> Sequences:
         """Build sequences from one row of ids per prompt and per response.
@@ -126,8 +107,8 @@ class Sequences:
             advantages: A [N].
             log_probs: one row per response; None if no sampler wrote them.
             index: numbers of the sequences in the step; by default 0, 1, …
-            written: [Σ R] bool, which response tokens the policy wrote; by default all.
-            row_starts: [Σ R] bool, which of the other tokens begin a row.
+            loss_mask: one row per response, 1 where the policy wrote the token; by default everywhere.
+            row_starts: one row per response, positions of other tokens that begin a row.
             routes: [Σ (P + R − 1), layers, k] uint8, sequence by sequence.
 
         Raises:
@@ -142,11 +123,13 @@ class Sequences:
         if (prompt_lengths == 0).any():
             raise ValueError(f"prompt {int((prompt_lengths == 0).nonzero()[0])} has no token")
         sampled = torch.zeros(int(whole.sum())) if log_probs is None else _flat(log_probs, torch.float32)
-        if log_probs is not None and [len(row) for row in log_probs] != whole.tolist():
-            raise ValueError("a response and its log_probs differ in length")
+        for name, column in (("log_probs", log_probs), ("loss_mask", loss_mask)):
+            if column is not None and [len(row) for row in column] != whole.tolist():
+                raise ValueError(f"a response and its {name} differ in length")
+        mask = None if loss_mask is None else _flat(loss_mask, torch.bool)
         lengths = whole
-        if written is not None:
-            lengths = torch.repeat_interleave(whole)[written].bincount(minlength=len(whole))
+        if mask is not None:
+            lengths = torch.repeat_interleave(whole)[mask].bincount(minlength=len(whole))
         if routes is not None:
             if len(routes) != (prompt_lengths + whole - 1).sum():
                 raise ValueError(f"routes has {len(routes)} tokens, which does not match the sequences")
@@ -160,8 +143,8 @@ class Sequences:
             response_lengths=whole,
             lengths=lengths,
             advantages=torch.as_tensor(advantages, dtype=torch.float32),
-            written=written,
-            row_starts=None if row_starts is None else row_starts.nonzero()[:, 0],
+            loss_mask=mask,
+            row_starts=row_starts,
             routes=routes,
         )
 
@@ -210,10 +193,10 @@ class MicroBatch:
     """n sequences packed into one row, of which this rank holds t tokens: all, or 1/cp of them.
 
     Position i of a sequence predicts its token i + 1: ``labels`` is ``tokens`` shifted left within each
-    sequence, before the row is split. The mask is true where the policy wrote the label; what an environment
-    inserted is context only. Under context parallelism, every sequence is padded at its end to a multiple of
-    2·cp. A tail that pads the row is one more sequence for the attention, outside every mask. So is a prefix
-    that sequences share; all of it is visible to them.
+    sequence, before the row is split. The loss mask is true where the policy wrote the label; what an
+    environment inserted is context only. Under context parallelism, every sequence is padded at its end to a
+    multiple of 2·cp. A tail that pads the row is one more sequence for the attention, outside every mask. So
+    is a prefix that sequences share; all of it is visible to them.
     """
 
     tokens: Tensor
@@ -224,7 +207,7 @@ class MicroBatch:
     """[t] position in the sequence where the token's row begins; None: 0 everywhere."""
     labels: Tensor
     """[t] next token; 0 if there is none."""
-    mask: Tensor
+    loss_mask: Tensor
     """[t] bool: the policy wrote the label. From positions, not ids: the policy may sample the pad id."""
     rows: Tensor
     """[k] indices where the mask is true."""
@@ -351,7 +334,7 @@ class Packs(Sequence[MicroBatch]):
     @property
     def tokens(self) -> int:
         """Tokens of all micro-batches on this rank, padding included."""
-        return sum(batch.mask.numel() for batch in self.on_host)
+        return sum(batch.loss_mask.numel() for batch in self.on_host)
 
     @property
     def totals(self) -> StepTotals:

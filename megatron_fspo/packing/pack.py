@@ -178,7 +178,8 @@ def collate(sequences: Sequences, rows: Sequence[int], totals: StepTotals, layou
             that every rank runs the same collectives.
     """
     chosen = torch.tensor(rows, dtype=torch.long)
-    prompts, responses, *_ = sequences.places.index_select(0, chosen).unbind(1)
+    places = sequences.places.index_select(0, chosen)
+    prompts, responses, *_ = places.unbind(1)
     blocks, prefixes = _blocks(sequences, chosen, share=layout.share_prompts)
     number, first, end, restart = torch.tensor(blocks, dtype=torch.long).view(-1, 4).unbind(1)
     chunks = chunks_per_sequence(layout.context_size)
@@ -199,7 +200,7 @@ def collate(sequences: Sequences, rows: Sequence[int], totals: StepTotals, layou
     flat = _rows(sequences, chosen[number], ends.tolist(), held.tolist())
     owner = torch.cat([number, number.new_full((len(padded) - len(number),), len(rows))])
     per_token = _per_token(flat, sizes, held[..., 0], owner, nobody=len(rows))
-    turns = _turns(sequences, chosen, flat[-1], per_token) if sequences.written is not None else None
+    turns = _turns(sequences.loss_mask, places, per_token) if sequences.loss_mask is not None else None
     routes = None
     if sequences.routes is not None:
         routes = sequences.routes_at(chosen, per_token["segment"], per_token["position_ids"][0])
@@ -248,20 +249,19 @@ def _blocks(
     return blocks, tuple(prefixes)
 
 
-def _turns(sequences: Sequences, chosen: Tensor, number: Tensor, per_token: Mapping[str, Tensor]) -> Turns:
-    """Return the turns of the ``chosen`` sequences; ``number`` [t] is a token's turn in its sequence."""
-    _, counts, lengths = sequences.turns
-    mine = counts[chosen]
-    first = mine.cumsum(0) - mine
-    index = pad(first, (0, 1))[per_token["segment"]] + number.long() - 1
-    place = torch.arange(int(mine.sum())) + ((counts.cumsum(0) - counts)[chosen] - first).repeat_interleave(
-        mine
-    )
-    return Turns(
-        segment=torch.where(per_token["mask"], index, len(place)),
-        owner=torch.arange(len(chosen)).repeat_interleave(mine),
-        lengths=lengths[place],
-    )
+def _turns(loss_mask: Tensor, places: Tensor, per_token: Mapping[str, Tensor]) -> Turns:
+    """Return the turns of the sequences at ``places``, which are the runs of the loss mask in each."""
+    pieces = [pad(loss_mask[start : start + size], (1, 0)) for _, size, _, start in places.tolist()]
+    mask = torch.cat([loss_mask[:0], *pieces])
+    starts = mask[1:] & ~mask[:-1]
+    number = starts.cumsum(0) - 1
+    sizes = places[:, 1] + 1
+    owner = torch.repeat_interleave(sizes)[1:][starts]
+    rows = per_token["rows"]
+    begins = (sizes.cumsum(0) - sizes + 1 - places[:, 0])[per_token["segment"][rows]]
+    segment = torch.full_like(per_token["segment"], len(owner))
+    segment[rows] = number[begins + per_token["position_ids"][0, rows]]
+    return Turns(segment=segment, owner=owner, lengths=number[mask[1:]].bincount(minlength=len(owner)))
 
 
 def _filled(rows: Tensor, count: int) -> Tensor:
@@ -275,8 +275,8 @@ def _rows(
     ends: Sequence[Sequence[int]],
     held: Sequence[Sequence[Sequence[int]]],
 ) -> list[Tensor]:
-    """Return tokens, labels, sampled log-probs and, if the policy did not write all, turns of the labels,
-    where this rank holds them: pieces of the flat arrays, copied once.
+    """Return tokens, labels, sampled log-probs and, if the policy did not write all, the loss mask of the
+    labels, where this rank holds them: pieces of the flat arrays, copied once.
 
     Args:
         sequences: to choose from.
@@ -287,9 +287,8 @@ def _rows(
     starts = _filled(sequences.places.index_select(0, chosen), len(held))[:, 2:].tolist()
     prompts = _filled(sequences.prompt_lengths[chosen], len(held)).tolist()
     longest = max(end - first for runs in held for first, end in runs)
-    of_labels = (
-        [sequences.log_probs] if sequences.written is None else [sequences.log_probs, sequences.turns[0]]
-    )
+    of_labels = [sequences.log_probs]
+    of_labels += [] if sequences.loss_mask is None else [sequences.loss_mask]
     flat = [sequences.tokens, sequences.tokens, *of_labels]
     zeros = [values.new_zeros(longest) for values in flat]
     columns = [[none[:0]] for none in zeros]
@@ -327,7 +326,7 @@ def _per_token(
         number: [n] sequence of each block.
         nobody: the segment of padding.
     """
-    tokens, labels, sampled, *written = columns
+    tokens, labels, sampled, *own = columns
     kind = torch.repeat_interleave(sizes.flatten().int(), output_size=len(tokens))
     segment = torch.stack([number, number, number, torch.full_like(number, nobody)], dim=1)
     mask = torch.tensor([False, True, False, False])
@@ -338,15 +337,15 @@ def _per_token(
         for values in (shift[..., None], mask, segment[:, None])
     )
     shift, mask, segment = per_token
-    for one in written:
-        mask = mask & (one > 0)
+    for one in own:
+        mask = mask & one
     rows = mask.nonzero()[:, 0]
     wanted = labels[rows]
     return {
         "tokens": tokens.long()[None],
         "position_ids": torch.arange(len(tokens)).add_(shift)[None],
         "labels": labels.long(),
-        "mask": mask,
+        "loss_mask": mask,
         "rows": rows,
         "label_range": (int(wanted.min()), int(wanted.max())) if len(wanted) else (0, 0),
         "segment": segment,

@@ -41,6 +41,8 @@ class SequenceRecord:
     clipped_high: float = 0.0
     dual_clipped: float = 0.0
     out_of_band: bool = False
+    below: bool = False
+    """Out of band at the lower edge; False if limits are not on S."""
     nonfinite: bool = False
     ratio: float | None = None
     """Importance weight in its gradient, 0 where a clip acts; None where tokens have their own."""
@@ -61,7 +63,8 @@ class SequenceRecord:
 
 
 _COLUMNS = (
-    *("log_ratio_sum", "clipped_low", "clipped_high", "dual_clipped", "out_of_band", "nonfinite", "ratio"),
+    *("log_ratio_sum", "clipped_low", "clipped_high", "dual_clipped", "out_of_band", "below", "nonfinite"),
+    "ratio",
     *("flipped", "flipped_log_ratio_sum"),
 )
 
@@ -78,7 +81,8 @@ class Recorder:
 
     def __call__(self, batch: MicroBatch, terms: LossTerms, log_ratio: Tensor) -> None:
         clips = (terms.clipped_low, terms.clipped_high, terms.dual_clipped)
-        columns = (terms.log_ratio_sum, *clips, terms.out_of_band, terms.nonfinite, terms.ratio)
+        below = torch.zeros_like(terms.out_of_band) if terms.below is None else terms.below
+        columns = (terms.log_ratio_sum, *clips, terms.out_of_band, below, terms.nonfinite, terms.ratio)
         self._seen.append((batch.on_host, torch.stack([column.double() for column in columns])))
         if batch.router is not None or self.every:
             self._log_ratios.append((batch, log_ratio))
@@ -107,8 +111,8 @@ class Recorder:
             of_flips = [_flips(batch, log_ratio, tokens, group) for (batch, log_ratio), tokens in seen]
         columns = torch.cat([decided, torch.cat(of_flips, dim=1)])
         values = dict(zip(_COLUMNS, columns.tolist(), strict=True))
-        values["out_of_band"] = [outside > 0 for outside in values["out_of_band"]]
-        values["nonfinite"] = [broken > 0 for broken in values["nonfinite"]]
+        for name in ("out_of_band", "below", "nonfinite"):
+            values[name] = [flag > 0 for flag in values[name]]
         values["ratio"] = [None if math.isnan(ratio) else ratio for ratio in values["ratio"]]
         values["flipped"] = [int(count) for count in values["flipped"]]
         fields = dict(zip(("sample", "length", "advantage"), known, strict=True)) | values
@@ -121,7 +125,7 @@ class Recorder:
 def _flips(batch: MicroBatch, log_ratio: Tensor, flipped: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return [2, n] response tokens with a flip, and the sum of their log-ratios."""
     values = torch.stack([flipped.double(), torch.where(flipped, log_ratio.double(), 0.0)])
-    return sequence_sums(values, batch.mask, batch.segment, batch.lengths.numel(), group=group)
+    return sequence_sums(values, batch.loss_mask, batch.segment, batch.lengths.numel(), group=group)
 
 
 def as_tensors(records: Sequence[SequenceRecord]) -> tuple[Tensor, Tensor]:
@@ -160,7 +164,8 @@ def clip_metrics(
     Returns:
         among them how evenly the sequences with an advantage carry the gradient, by their importance weights:
         ``fspo/ess``, their effective sample size as a share of their number (clipped ones weigh 0), and
-        ``fspo/weight_max_share``, the largest one's part of their sum. Not with a token-level loss.
+        ``fspo/weight_max_share``, the largest one's part of their sum. Not with a token-level loss, as are
+        the shares below and above the band and the effective sample size by length.
     """
     records = [r for r in records if r.counts]
     if not records:
@@ -172,12 +177,11 @@ def clip_metrics(
     decided = [r for r in records if r.advantage != 0]
     clipped = torch.tensor([r.clipped > 0 for r in decided], dtype=torch.bool)
     prompts = torch.tensor([r.sample // samples for r in records])
-    lre = length_reweighting_error(~outside, lengths, clusters=prompts, draws=200, interval=False, seed=seed)
     decided_lengths = torch.tensor([r.length for r in decided])
     asked = torch.tensor([r.sample // samples for r in decided])
-    signed = length_reweighting_error(
-        ~clipped, decided_lengths, clusters=asked, draws=200, interval=False, seed=seed
-    )
+    error = partial(length_reweighting_error, draws=200, interval=False, seed=seed)
+    lre = error(~outside, lengths, clusters=prompts)
+    signed = error(~clipped, decided_lengths, clusters=asked)
     strata = {
         "sign": torch.tensor([1 + (r.advantage > 0) for r in decided]),
         "update": torch.tensor([r.update for r in decided]),
@@ -203,7 +207,7 @@ def clip_metrics(
         metrics[f"fspo/lre_within_{name}"] = once(decided_lengths, strata=stratum).mean
         metrics[f"fspo/reweighting_{name}"] = once(stratum).mean
     weights = [r.ratio for r in decided]
-    if weights and None not in weights:
+    if by_sequence := bool(weights) and None not in weights:
         ratios = torch.tensor(weights, dtype=torch.float64)
         total = ratios.sum().item()
         metrics["fspo/ess"] = effective_sample_size(ratios)
@@ -211,4 +215,15 @@ def clip_metrics(
     for number, bin in enumerate(lre.bins):
         metrics[f"fspo/clip_rate/bin_{number}"] = 1 - bin.accepted_rate
         metrics[f"fspo/clip_rate/length_{number}"] = (bin.low + bin.high) / 2
+        if by_sequence:
+            here = [r for r in records if bin.low <= r.length <= bin.high]
+            metrics |= {f"fspo/{name}/bin_{number}": value for name, value in _sides(here).items()}
     return metrics
+
+
+def _sides(records: Sequence[SequenceRecord]) -> dict[str, float]:
+    """Return the shares below and above the band, and the effective sample size, of some records."""
+    below, outside = (sum(getattr(r, name) for r in records) for name in ("below", "out_of_band"))
+    weights = [r.ratio for r in records if r.advantage != 0 and r.ratio is not None]
+    ess = effective_sample_size(torch.tensor(weights)) if weights else math.nan
+    return {"below": below / len(records), "above": (outside - below) / len(records), "ess": ess}

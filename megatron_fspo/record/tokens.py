@@ -37,7 +37,7 @@ def pieces_of(update: int, batch: MicroBatch, log_ratio: Tensor, every: int) -> 
     """Return the pieces of a micro-batch whose sample's number ``every`` divides; waits for the device."""
     host = batch.on_host
     assert batch.old_log_probs is not None
-    columns = (batch.mask, batch.segment, batch.position_ids[0], log_ratio, batch.old_log_probs)
+    columns = (batch.loss_mask, batch.segment, batch.position_ids[0], log_ratio, batch.old_log_probs)
     mask, segment, positions, ratio, old = (column.detach().cpu() for column in columns)
     pieces = []
     chosen = zip(host.sample_index.tolist(), host.advantages.tolist(), strict=True)

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -21,10 +21,6 @@ from megatron_fspo.types import Completion, Prompt
 
 LARGEST = 1e6
 """Largest absolute reward: sums and squares over a rollout stay accurate enough in fp32."""
-
-
-class Interrupted(BaseException):
-    """Raised inside a reward call that took too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +59,7 @@ class GradeRequest:
         return Failure(self.prompt, self.completion, self.response, problem=problem, traceback=tuple(lines))
 
     def raised(self, error: BaseException) -> Failure:
-        """Return the failure for an exception of the reward, or for its interruption."""
-        if isinstance(error, Interrupted):
-            return replace(self.failure(f"was interrupted{_line_of(error)}", error), interrupted=True)
+        """Return the failure for an exception of the reward."""
         described = one_line(f"{type(error).__name__}: {error}").removesuffix(":")
         return self.failure(f"raised {described}{_line_of(error)}", error)
 
@@ -91,8 +85,6 @@ class Failure(GradeRequest):
     """One line: the exception with its file and line, or the value that the reward returned."""
     traceback: tuple[str, ...] = ()
     """Lines of the traceback; empty if the reward returned."""
-    interrupted: bool = False
-    """The call took too long and was interrupted."""
 
     def evidence(self) -> dict[str, Any]:
         """Return the failure as JSON types, with the field names of ``samples.jsonl``."""
@@ -128,7 +120,7 @@ def outcome(one: GradeOrFailure | Future[GradeOrFailure], request: GradeRequest)
     """Return the grade of a verifier's answer; its exception becomes a failure."""
     try:
         return one.result() if isinstance(one, Future) else one
-    except (Exception, SystemExit, CancelledError, Interrupted) as error:  # would be lost otherwise
+    except (Exception, SystemExit, CancelledError) as error:  # would be lost otherwise
         return request.raised(error)
 
 

@@ -1,20 +1,17 @@
 """Grades responses, for training, evaluation and ``data check``.
 
 A run has one reward that defines accuracy (``reward.name``), and may add others with weights. All of them
-grade concurrently, in the background, so grading overlaps with sampling. Plain functions run in threads of
-this process, ``async`` ones on an event loop: those that wait (for a network, a file, a judge) are called for
-many responses at a time.
+grade concurrently, in the background, so grading overlaps with sampling. A user's functions run in a process
+of their own. Those that wait (for a network, a file, a judge) are called for many responses at a time.
 """
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import importlib.util
-import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, InvalidStateError, wait
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -33,71 +30,20 @@ from megatron_fspo.rewards.grade import (
     outcome,
 )
 from megatron_fspo.rewards.normalise import canonical, form
-from megatron_fspo.rewards.pool import Threads
-from megatron_fspo.rewards.registry import VERIFIERS, AnyReward, get_reward
+from megatron_fspo.rewards.process import Function, Own, RewardProcess, standing
+from megatron_fspo.rewards.registry import VERIFIERS, built_in, get_reward, module_of
 from megatron_fspo.types import Completion, Prompt
 
 if TYPE_CHECKING:
     from megatron_fspo.config import Reward  # not at run time: it would import torch in workers
 
-CALLS = 1024
-"""Default of ``reward.concurrency`` for functions."""
+CALLS = 1024  # default of ``reward.concurrency`` for functions
 _METRICS: dict[str, Callable[[Grade], float]] = {
     "timeout_rate": lambda grade: grade.timed_out,
     "parse_fail_rate": lambda grade: not grade.parsed,
     "tier1": lambda grade: grade.tier == 1,
     "tier2": lambda grade: grade.tier == 2,
 }
-
-
-class Function(Verifier):
-    """A reward that is a function; its exceptions are set on the future. ``extract`` is the rule for the
-    answer that majority votes count (``reward.extract``). A plain function runs in ``threads``, or in the
-    calling thread if that is None; an ``async`` one on ``loop``."""
-
-    def __init__(self, reward: AnyReward, *, extract: str, threads: Threads | None, loop: Loop) -> None:
-        self._reward = reward
-        self._extract = extract
-        self._threads = threads
-        self._loop = loop
-        self._is_async = any(map(inspect.iscoroutinefunction, (reward, type(reward).__call__)))
-
-    def grade(self, request: GradeRequest) -> GradeOrFailure | Future[GradeOrFailure]:
-        call = partial(self._reward, request.prompt, request.completion, request.response)
-        if self._is_async:
-            return self._loop.submit(self._awaited(call, request))
-        if self._threads is None:
-            return self._grade_of(call(), request)
-        return self._threads.submit(partial(self._called, call, request))
-
-    def _called(self, call: Callable[[], object], request: GradeRequest) -> GradeOrFailure:
-        value = call()
-        if inspect.isawaitable(value):
-            work = self._loop.submit(self._awaited(lambda: value, request))
-            try:
-                while not work.done():  # an interrupt is raised between two waits
-                    wait([work], timeout=0.1)
-                return work.result()
-            finally:
-                work.cancel()
-        return self._grade_of(value, request)
-
-    async def _awaited(self, call: Callable[[], object], request: GradeRequest) -> GradeOrFailure:
-        try:
-            value = call()
-            return self._grade_of(await value if inspect.isawaitable(value) else value, request)
-        except (SystemExit, asyncio.CancelledError) as error:  # either would look like the end of the loop
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():  # we are closing; the reward did not raise it
-                raise
-            return request.raised(error)
-
-    def _grade_of(self, value: object, request: GradeRequest) -> GradeOrFailure:
-        score = request.number(value)
-        if isinstance(score, Failure):
-            return score
-        answer = extract(request.final, self._extract)
-        return Grade(score=score, answer=None if answer is None else canonical(form(answer)))
 
 
 class Format(Verifier):
@@ -116,9 +62,10 @@ class Format(Verifier):
 class PendingGrade(Future[GradeOrFailure]):
     """Future of the grade of a response."""
 
-    def __init__(self, request: GradeRequest) -> None:
+    def __init__(self, request: GradeRequest, standing: Callable[[], list[str]]) -> None:
         super().__init__()
         self.request = request
+        self.standing = standing  # of the grader
         self.by_reward: Mapping[str, GradeOrFailure | Future[GradeOrFailure]] = {}
         """Reward → its answer; ``reward.name`` is first."""
 
@@ -150,11 +97,14 @@ class Grader:
         self._config = config
         self._max_response_tokens = max_response_tokens
         self._loop = Loop("async rewards", grace_seconds=2)
-        self._threads = Threads(config.concurrency or CALLS)
+        concurrency = config.concurrency or CALLS
         self._lock = threading.Lock()
         self._pending: set[PendingGrade] = set()
-        self.closed = threading.Event()
+        self._closed = False
         self._verifiers: dict[str, Verifier] = {}
+        self._loop.loop.set_default_executor(ThreadPoolExecutor(concurrency))
+        own = {name: module_of(name) for name in config.names if not (config.in_process or built_in(name))}
+        self._process = RewardProcess(self._loop, own, config.extract, concurrency) if own else None
         try:
             for name in config.names:
                 self._verifiers[name] = self._verifier(name)
@@ -170,9 +120,9 @@ class Grader:
         """
         final = after_thinking(prompt.text, response, self._config.end_of_thinking)
         request = GradeRequest(prompt, completion, response, final)
-        result = PendingGrade(request)
+        result = PendingGrade(request, self.standing)
         with self._lock:
-            if self.closed.is_set():
+            if self._closed:
                 raise RuntimeError("the grader is closed")
             self._pending.add(result)
         result.by_reward = {name: one.grade(request) for name, one in self._verifiers.items()}
@@ -183,24 +133,21 @@ class Grader:
                 one.add_done_callback(settle)
         return result
 
-    def interrupt(self, seconds: float) -> None:
-        """Interrupt calls of plain functions that have run for more than ``seconds``. Their grades are
-        failures. If there was one, no further call starts."""
-        self._threads.interrupt(seconds)
+    def standing(self) -> list[str]:
+        """Return the lines of code at which calls of a user's functions stand. May block for seconds."""
+        return standing(self._loop.loop) if self._process is None else self._process.standing()
 
     def close(self) -> None:
         """Cancel pending grades and release threads and workers. Idempotent."""
         with self._lock:
-            if self.closed.is_set():
+            if self._closed:
                 return
-            self.closed.set()
+            self._closed = True
             pending, self._pending = self._pending, set()
         for future in pending:
             future.cancel()
         for verifier in self._verifiers.values():
             verifier.close()
-        self._threads.close()
-        self._threads.interrupt(-1)
         self._loop.close()
 
     def __enter__(self) -> Grader:
@@ -214,14 +161,11 @@ class Grader:
             module, _, factory = VERIFIERS[name].factory.partition(":")
             verifier: Verifier = getattr(importlib.import_module(module), factory)(self._config, self._loop)
             return verifier
-        reward = get_reward(name)
-        ours = ":" not in name and reward.__module__.startswith("megatron_fspo.")
-        return Function(
-            reward,
-            extract="whole" if ours else self._config.extract,  # ours read the whole response
-            threads=None if ours else self._threads,
-            loop=self._loop,
-        )
+        if built_in(name):
+            return Function(get_reward(name), "whole", None)
+        if self._process is not None:
+            return Own(name, self._process)
+        return Function(get_reward(name), self._config.extract, self._loop)
 
     def _settle(self, result: PendingGrade, _: object = None) -> None:
         """Set the grade once all rewards have answered."""
@@ -294,7 +238,7 @@ def check_reward(config: Reward, *, max_response_tokens: int) -> None:
     attempt = Attempts()
     for name in config.names:
         if name not in VERIFIERS:
-            attempt(partial(get_reward, name))
+            attempt(partial(get_reward if config.in_process else module_of, name))
     attempt.end()
     for name in sorted(VERIFIERS.keys() & config.names):
         module, extra = VERIFIERS[name].package, VERIFIERS[name].extra

@@ -100,6 +100,21 @@ def get_reward(name: str) -> Reward:
     return _REWARDS[name]
 
 
+def built_in(name: str) -> bool:
+    """Return True unless the reward is a user's."""
+    return name in VERIFIERS or (":" not in name and get_reward(name).__module__.startswith("megatron_fspo."))
+
+
+def module_of(name: str) -> str:
+    """Return the module that has or registers the reward. Raises ``InputError`` as :func:`get_reward`, and if
+    another process could not import the module."""
+    reward = get_reward(name)
+    module = name.partition(":")[0] if ":" in name else reward.__module__
+    if getattr(sys.modules[module], "__spec__", None) is None or module == "__main__":
+        raise InputError(f"reward {name!r}: its process cannot import {module!r}: set reward.in_process")
+    return module
+
+
 def imported(path: str, what: str, arguments: Sequence[str]) -> Any:
     """Return the function ``"package.module:function"`` after checking that it accepts these positional
     arguments. ``what`` names it in messages. Raises ``InputError`` as :func:`get_reward`."""

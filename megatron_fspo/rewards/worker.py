@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import resource
-import signal
 import socket
 import sys
 import traceback
@@ -39,17 +38,10 @@ def main(
     A task is a line of JSON with the function's arguments. An answer is a line of JSON with the number of the
     task, from 1; the function's value, or null; type, message and traceback of its exception, or null; and
     whether the worker ends. Answer 0 reports that the function was imported, or why not.
-
-    Args:
-        descriptor: file descriptor of the socket.
-        parent: id of the parent process; the worker ends with it.
-        function: ``module:name``.
-        seconds: limit on the CPU time of a task.
-        memory_bytes: limit on memory beyond that after importing the function.
-        most_tasks: number of tasks after which the process ends.
+    ``function`` is ``module:name``. Limits are CPU ``seconds`` of a task, ``memory_bytes`` beyond that after
+    importing the function, and ``most_tasks`` of the process.
     """
     end_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rwb") as stream:
 
         def answer(number: int, value: str, last: bool) -> None:

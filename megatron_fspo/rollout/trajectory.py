@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 from megatron_fspo.errors import TrainingError
@@ -114,10 +115,15 @@ class Trajectory:
                 spans[-1] = replace(last[0], end=span.end)
                 continue
             spans[-1:] = [*(replace(one, end=span.start) for one in last), span]
+        mask = bytearray(len(self.token_ids))
+        for turn in self._written:
+            mask[turn.start : turn.stop] = b"\1" * len(turn)
+        joined = (after.start for turn, after in pairwise(self._written) if turn.stop == after.start)
         return Completion(
             token_ids=self.token_ids,
             log_probs=self.log_probs,
-            written=tuple(self._written),
+            loss_mask=mask,
+            turn_starts=tuple(joined),
             row_starts=tuple(self.row_starts),
             finish_reason=self.finish_reason,
             weight_version=min(span.version for span in spans) if version is None else version,

@@ -75,7 +75,8 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         fp8=config.fp8,
     )
     longest, updates = config.rollout.max_response_tokens, config.off_policy_updates
-    loss = config.loss.start(inputs.noise, longest=longest, updates=updates)
+    rollouts = config.rollouts_after_warmup
+    loss = config.loss.start(inputs.noise, longest=longest, updates=updates, rollouts=rollouts)
     sets = mixture(inputs.train, config.data)
     rows, size, shuffle = digest_of(inputs.train), config.rollout.prompts, config.data.shuffle
     prompts = PromptCursor(sets, config.run.seed, size=size, shuffle=shuffle, rows=rows)
@@ -86,7 +87,6 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         loss.load_state_dict(state["loss"])
     step, spikes = state["step"], state["spikes"]
     groups.control.barrier("the weights to be loaded")
-    fp8_modules = probe_fp8(policy)
     reference = load_model(inputs, groups) if config.loss.kl_coef and not inputs.arch.adapters else None
     engine = build_engine(inputs, policy, servers, *([reference] if reference else []))
     engine.update_weights(step)
@@ -118,7 +118,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         ),
         resumed=bool(checkpoints),
         base=base,
-        fp8_modules=fp8_modules,
+        fp8_modules=probe_fp8(policy),
     )
 
 
@@ -206,10 +206,7 @@ def _open_folder(
     for checkpoint, problem in zip(reversed(checkpoints), damaged, strict=False):
         log.say(f"{problem}. Renamed it to {put_aside(checkpoint).name}; continuing from the one before it")
     for note in config.loss.notes(
-        steps=config.run.steps,
-        updates=config.batch.mini_batches * config.batch.epochs,
-        off_policy_updates=config.off_policy_updates,
-        warmup_updates=config.optimizer.warmup_steps,
+        rollouts=config.rollouts_after_warmup, off_policy_updates=config.off_policy_updates
     ):
         log.warn_once(note, note)
     remove_old(config, log, step or 0)  # a killed run may have left old checkpoints

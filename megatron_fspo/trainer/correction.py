@@ -63,7 +63,7 @@ def correct(
         assert batch.old_log_probs is not None
         broken = _per_token(~mismatch.sums[batch.sample_index].isfinite(), batch)
         old.append(torch.where(broken, math.nan, batch.old_log_probs))
-        weighted.append(torch.where(batch.mask, weights(batch), 0.0).to(batch.old_log_probs.dtype))
+        weighted.append(torch.where(batch.loss_mask, weights(batch), 0.0).to(batch.old_log_probs.dtype))
     act = "truncated" if isinstance(correction, TokenTIS | SequenceTIS) else "dropped"
     units = {"token_tis": "_tokens", "icepop": "_tokens", "sequence_tis": "_sequences"}
     metrics = correction_metrics(act + units.get(correction.name, ""), columns, mismatch)

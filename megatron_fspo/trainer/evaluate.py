@@ -188,7 +188,7 @@ def _entries(
                 "prompt_token_ids": rollout.prompts[position].token_ids,
                 "token_ids": list(completion.token_ids),
                 "log_probs": list(completion.log_probs),
-                "written": [[one.start, one.stop] for one in completion.written],
+                "written": [[one.start, one.stop] for one in completion.turns],
                 "row_starts": completion.row_starts,
             }
             if inputs.environment is not None:
@@ -201,11 +201,12 @@ def _entries(
 def _parts(inputs: Inputs, completion: Completion) -> list[tuple[str, str]]:
     """Split a response into (kind, text) in order. Kinds: the policy ``wrote`` it, or the environment
     ``inserted`` it, or wrote it as a new ``context``."""
-    kinds, parts = completion.kinds, []
-    edges = {edge for one in completion.written for edge in (one.start, one.stop)}
-    for start, end in pairwise(sorted({0, len(kinds), *edges})):
-        ids = list(completion.token_ids[start:end])
-        parts.append((("inserted", "wrote", "context")[kinds[start]], inputs.decode(ids)))
+    parts = []
+    edges = {edge for one in completion.turns for edge in (one.start, one.stop)}
+    for start, end in pairwise(sorted({0, len(completion.token_ids), *edges})):
+        inserted = "context" if start in completion.row_starts else "inserted"
+        kind = "wrote" if completion.loss_mask[start] else inserted
+        parts.append((kind, inputs.decode(list(completion.token_ids[start:end]))))
     return parts
 
 

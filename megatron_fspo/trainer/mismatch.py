@@ -57,7 +57,7 @@ def token_deltas(batch: MicroBatch, score: Tensor | None = None) -> Tensor:
     log-probs."""
     score = batch.old_log_probs if score is None else score
     assert score is not None
-    return torch.where(batch.mask, (score - batch.sampled_log_probs).double(), 0.0)
+    return torch.where(batch.loss_mask, (score - batch.sampled_log_probs).double(), 0.0)
 
 
 def per_sample(
@@ -75,7 +75,7 @@ def per_sample(
     """
     sums = None
     for batch in batches:
-        sums = sums or ExactSums(count, samples, device=batch.mask.device)
+        sums = sums or ExactSums(count, samples, device=batch.loss_mask.device)
         segment = batch.segment.index_select(0, batch.rows)
         sums.add(columns(batch).index_select(1, batch.rows), batch.sample_index.index_select(0, segment))
     assert sums is not None, "every rank has micro-batches"
@@ -215,7 +215,7 @@ class MismatchAlarm:
         """Return bool [t]: True for response tokens from the current weights."""
         first = self.fresh[batch.sample_index]
         first = torch.cat([first, first.new_zeros(1)]).index_select(0, batch.segment)
-        return batch.mask & (batch.position_ids[0] >= first)
+        return batch.loss_mask & (batch.position_ids[0] >= first)
 
     def _summed(self, totals: Tensor) -> list[float]:
         """Return the first rank's sums over all ranks' tokens, as they decide control flow. Collective."""

@@ -93,7 +93,8 @@ class NoiseRecord(_Record):
         """Return the noise, for predictions."""
         assert self.drift[0] is not None
         lengths, residuals = (torch.tensor(x, dtype=torch.float64) for x in (self.lengths, self.residuals))
-        return Noise(drift=self.drift[0], lengths=lengths, residuals=residuals)
+        sampled = self.kind == "sampler"
+        return Noise(drift=self.drift[0], lengths=lengths, residuals=residuals, of_sampler=sampled)
 
 
 class Calibration(_Record):

@@ -45,6 +45,8 @@ _NAMED = 8
 class OptimizerStep:
     """An optimizer step, taken or skipped."""
 
+    number: int
+    """Which one on its rollout, from 1."""
     update: Update
     records: list[SequenceRecord]
     """Records of the sequences of all ranks."""
@@ -87,7 +89,7 @@ def update(
     kept = 0 if on_policy else config.log.tokens
     recorder = Recorder(number, every=math.ceil(len(batch.rollout) / kept) if kept else 0)
     loss = PolicyLoss(
-        objective=state.loss.objective(on_policy=on_policy),
+        objective=state.loss.objective(on_policy=on_policy, update=number),
         scoring=run.scoring,
         entropy_coef=config.loss.entropy_coef,
         kl_coef=config.loss.kl_coef,
@@ -122,6 +124,7 @@ def update(
         log.say(_off_policy(state.step + 1, wrong, batch.rollout, config.fp8.recipe))
     moved = batch.stale or any(one.moved for one in before) or len(batch.sizes) * config.batch.epochs == 1
     return OptimizerStep(
+        number=number,
         update=taken,
         records=records,
         num_sequences=packs.totals.num_sequences,
@@ -238,9 +241,9 @@ def observe(step: OptimizerStep, state: State, groups: ParallelGroups, log: RunL
     rank. ``warm``: the learning rate's warm-up was over. Collective."""
     if not step.measured:
         return
-    loss, before, kl = state.loss, state.loss.calibrated(), step.update.metrics["fspo/kl_k3"]
+    loss, before = state.loss, state.loss.calibrated()
     sums, lengths = as_tensors(step.records)
-    loss.observe(sums, lengths, kl_k3=kl, sigma=sigma_of(step.records), warm=warm)
+    loss.observe(sums, lengths, update=step.number, sigma=sigma_of(step.records), warm=warm)
     # Results may differ in rounding on other processors, so use the first rank's.
     loss.load_state_dict(agreed(loss.state_dict(), groups))
     if (band := loss.calibrated()) != before:

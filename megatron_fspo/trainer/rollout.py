@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from megatron_fspo.packing.pack import Pack, PackLayout, Plan, collate_packs, pl
 from megatron_fspo.packing.plan import attention_costs
 from megatron_fspo.parallel.groups import ParallelGroups, exchange, of_first_rank, pack_layout
 from megatron_fspo.rewards import Grade
-from megatron_fspo.types import ROW_START, WRITTEN, Completion, Prompt, Routing
+from megatron_fspo.types import Completion, Prompt, Routing
 from megatron_fspo.weights import Architecture
 
 T = TypeVar("T")
@@ -37,8 +37,7 @@ def _column(
 
 
 def _version_tokens(completion: Completion) -> int:
-    pairs = product(completion.spans, completion.written)
-    return sum(s.version * len(range(max(s.start, w.start), min(s.end, w.stop))) for s, w in pairs)
+    return sum(one.version * sum(completion.loss_mask[one.start : one.end]) for one in completion.spans)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +75,7 @@ class Rollout:
         metadata=_column(lambda one, _: -1 if one.route_problem else int(one.routes is not None))
     )
     """int64: 1 with the sampler's routes, -1 without, 0 if none were requested."""
-    turns: Tensor = field(metadata=_column(lambda one, _: len(one.written)))
+    turns: Tensor = field(metadata=_column(lambda one, _: len(one.turns)))
     """int64: turns of the policy."""
     rows: Tensor = field(metadata=_column(lambda one, _: len(one.row_starts) + 1))
     """int64: rows of its trajectory; more than 1 if an environment rewrote the context."""
@@ -320,24 +319,18 @@ def make_mini_batches(
     wanted = [sorted(n for plan in plans for pack in plan[to] for n in pack) for to in range(size)]
     # In the order in which they arrive: by owner.
     numbers = sorted(wanted[rank], key=lambda number: (owner[number], number))
-    here = rollout.response_lengths[numbers].tolist()
+    here, starts = rollout.response_lengths[numbers].tolist(), (rollout.rows[numbers] - 1).tolist()
     bring = partial(_bring, rollout, wanted, groups, layout.device)
-    token_ids, log_probs = (
-        torch.split(bring(name, dtype, sum(here)), here)
-        for name, dtype in (("token_ids", torch.int32), ("log_probs", torch.float32))
-    )
     inserted = bool((rollout.lengths < rollout.response_lengths).any())
-    kinds = bring("kinds", torch.uint8, sum(here)) if inserted else None
-    routes = None if routing is None else _routes(rollout, numbers, bring, routing, layers)
     sequences = Sequences.of(
         prompts=[rollout.prompts[number // rollout.samples].token_ids for number in numbers],
-        responses=token_ids,
-        log_probs=log_probs,
+        responses=bring("token_ids", torch.int32, here),
+        log_probs=bring("log_probs", torch.float32, here),
         advantages=rollout.advantages[numbers],
         index=numbers,
-        written=None if kinds is None else kinds == WRITTEN,
-        row_starts=None if kinds is None else kinds == ROW_START,
-        routes=routes,
+        loss_mask=bring("loss_mask", torch.uint8, here) if inserted else None,
+        row_starts=bring("row_starts", torch.int32, starts) if inserted else None,
+        routes=None if routing is None else _routes(rollout, numbers, bring, routing, layers),
     )
     return collate_packs(sequences, packs, layout), sizes
 
@@ -349,24 +342,24 @@ def _bring(
     device: torch.device | str,
     name: str,
     dtype: torch.dtype,
-    size: int,
-) -> Tensor:
-    """Return [size]: a field of all responses that this rank's replica trains on and that have it, ordered
-    by owner. Collective."""
+    sizes: list[int],
+) -> tuple[Tensor, ...]:
+    """Return pieces of these sizes of a field of all responses that this rank's replica trains on and that
+    have it, ordered by owner. Collective."""
     # The first ranks of the model replicas exchange values and broadcast them within their copies.
     if groups.is_replica_leader:
         rows = [[getattr(rollout.held[n], name) for n in to if n in rollout.held] for to in wanted]
         outgoing = [[as_row(row, dtype).flatten() for row in some if row is not None] for some in rows]
         flat, _ = exchange(outgoing, dtype, group=groups.dp)
     else:
-        flat = torch.zeros(size, dtype=dtype)
-    return of_first_rank(flat.to(device), groups.pp, groups.cp, groups.tp).cpu()
+        flat = torch.zeros(sum(sizes), dtype=dtype)
+    return torch.split(of_first_rank(flat.to(device), groups.pp, groups.cp, groups.tp).cpu(), sizes)
 
 
 def _routes(
     rollout: Rollout,
     numbers: Sequence[int],
-    bring: Callable[[str, torch.dtype, int], Tensor],
+    bring: Callable[[str, torch.dtype, list[int]], tuple[Tensor, ...]],
     routing: Routing,
     layers: Sequence[int],
 ) -> Tensor:
@@ -374,9 +367,9 @@ def _routes(
     tokens = (rollout.prompt_lengths + rollout.response_lengths - 1)[numbers]
     known = (rollout.routed[numbers] > 0).repeat_interleave(tokens)
     shape = (int(known.sum()), routing.layers, routing.per_token)
-    sent = bring("routes", torch.uint8, math.prod(shape)).view(shape)
+    (sent,) = bring("routes", torch.uint8, [math.prod(shape)])
     routes = sent.new_full((len(known), len(layers), routing.per_token), NO_ROUTE)
-    routes[known] = sent[:, list(layers)]
+    routes[known] = sent.view(shape)[:, list(layers)]
     return routes
 
 

@@ -11,10 +11,8 @@ versions.
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -48,7 +46,7 @@ from megatron_fspo.types import Completion, Prompt, SamplingParams
 FAILED_REWARD = "reward_error.json"
 """Name of the file with the response for which a reward failed."""
 _SLACK_SECONDS = 60.0
-"""Time after ``parallel.wait_seconds`` until a process ends in which a reward blocks all other threads."""
+"""Time for the error of a rank that has waited for grades for too long to reach the others."""
 _STOP_SECONDS = 3.0
 """Time for missing grades of an evaluation after a stop was requested."""
 
@@ -76,19 +74,7 @@ def make_grader(config: Config, groups: ParallelGroups) -> Grader | None:
     servers = config.rollout.engine == "vllm"
     if not (dist.get_rank() == 0 if servers else groups.is_replica_leader):
         return None
-    grader = Grader(config.reward, max_response_tokens=config.rollout.max_response_tokens)
-    threading.Thread(target=_watch, args=(grader, groups.control), name="grades", daemon=True).start()
-    return grader
-
-
-def _watch(grader: Grader, control: Control) -> None:
-    """Interrupt reward calls that take too long, from a separate thread, as they may slow down the main one.
-    If a call holds the GIL, the process ends and prints the tracebacks of its threads."""
-    limit = control.timeouts.wait
-    while not grader.closed.wait(SLICE):
-        grader.interrupt(1.0 if control.stop_requested else limit)
-        faulthandler.dump_traceback_later(limit + _SLACK_SECONDS, exit=True, file=2)
-    faulthandler.cancel_dump_traceback_later()
+    return Grader(config.reward, max_response_tokens=config.rollout.max_response_tokens)
 
 
 def ask(
@@ -229,9 +215,7 @@ def _awaited(
     if a stop request ended the wait."""
     grades: dict[int, Grade] = {}
     limit = control.timeouts.wait
-    # Two slices more, so that _watch interrupts the call first: the error then names its line of code.
-    too_late, stop_by = time.monotonic() + limit + 2 * SLICE, math.inf
-    problem = f"gave no grade in {limit:g} s (parallel.wait_seconds)"
+    too_late, stop_by = time.monotonic() + limit, math.inf
     # Without a time limit: if this rank raised alone, no checkpoint could be saved.
     with control.waiting("grades", seconds=math.inf) as waiting:
         for number, grade in sorted(pending.items()):
@@ -248,12 +232,13 @@ def _awaited(
                     number = min(failed)
                     break
                 if now > too_late:
-                    return grades, {number: grade.missing(problem)}
+                    # The call that was submitted first does not wait for its turn.
+                    late = [n for n, one in pending.items() if not one.done()] or [number]
+                    lines = f"; calls stand at {', '.join(at[:3])}" if (at := grade.standing()) else ""
+                    problem = f"gave no grade in {limit:g} s (parallel.wait_seconds){lines}"
+                    return grades, {late[0]: pending[late[0]].missing(problem)}
             graded = pending[number].result()
             if isinstance(graded, Failure):
-                if graded.interrupted:
-                    graded = replace(graded, problem=f"{problem} and {graded.problem}")
-                    return grades, {number: None if control.stop_requested else graded}
                 return grades, {number: graded}
             grades[number] = graded
             if progress is not None:
@@ -270,7 +255,7 @@ def summed_over_all(table: Tensor, device: torch.device) -> Tensor:
 
 def response_text(inputs: Inputs, completion: Completion) -> str:
     """Return the text for the reward: the last turn, without its stop token but with a stop string."""
-    ids = list(completion.token_ids[completion.written[-1].start :])
+    ids = list(completion.token_ids[completion.turns[-1].start :])
     if ids and ids[-1] in inputs.stop_token_ids:
         ids = ids[:-1]
     return inputs.decode(ids)

@@ -162,19 +162,21 @@ def random_weights(arch: Architecture) -> dict[str, Tensor]:
 
 
 def make_samples(arch: Architecture) -> list[Sample]:
-    turns = [_turns(length, _INSERTED.get(number, ())) for number, (_, length) in enumerate(_SHAPES)]
-    shapes = [(prompt, some[-1].stop) for (prompt, _), some in zip(_SHAPES, turns, strict=True)]
+    masks = [_loss_mask(length, _INSERTED.get(number, ())) for number, (_, length) in enumerate(_SHAPES)]
+    shapes = [(prompt, len(mask)) for (prompt, _), mask in zip(_SHAPES, masks, strict=True)]
     samples = [
         replace(
             sample,
             completion=replace(
                 sample.completion,
-                written=some,
-                row_starts=tuple(turn.stop for turn in some[:-1] if number in _RESTARTED),
+                loss_mask=mask,
+                row_starts=tuple(
+                    i for i in range(1, len(mask)) if mask[i] < mask[i - 1] and number in _RESTARTED
+                ),
             ),
         )
-        for number, (sample, some) in enumerate(
-            zip(random_samples(shapes, vocab_size=arch.vocab_size, seed=2), turns, strict=True)
+        for number, (sample, mask) in enumerate(
+            zip(random_samples(shapes, vocab_size=arch.vocab_size, seed=2), masks, strict=True)
         )
     ]
     firsts = (number for number, (_, responses) in enumerate(_GROUPS) for _ in responses)
@@ -185,13 +187,13 @@ def make_samples(arch: Architecture) -> list[Sample]:
     ]
 
 
-def _turns(length: int, inserted: Sequence[tuple[int, int]]) -> tuple[range, ...]:
-    """Ranges of the ``length`` written tokens in the response; the last range ends with the response."""
-    turns, done, start = [], 0, 0
+def _loss_mask(length: int, inserted: Sequence[tuple[int, int]]) -> list[int]:
+    """Loss mask of a response of which the policy wrote ``length`` tokens."""
+    mask, done = [], 0
     for after, count in (*inserted, (length, 0)):
-        turns.append(range(start, start + after - done))
-        done, start = after, turns[-1].stop + count
-    return tuple(turns)
+        mask += [1] * (after - done) + [0] * count
+        done = after
+    return mask
 
 
 def make_routes(arch: Architecture, samples: Sequence[Sample], *, gaps: bool = True) -> list[Tensor]:

@@ -20,12 +20,12 @@ from megatron_fspo.mcore.model.model import expert_offset, layer_offset
 from megatron_fspo.mcore.model.policy import Policy
 from megatron_fspo.mcore.model.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.objective.surrogate import LossTerms
-from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences, as_row
+from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences
 from megatron_fspo.packing.pack import pack
 from megatron_fspo.parallel.groups import ParallelGroups, means, of_first_rank, pack_layout, share
 from megatron_fspo.parallel.head import linear_log_probs
 from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
-from megatron_fspo.types import ROW_START, WRITTEN, Sample
+from megatron_fspo.types import Sample
 from megatron_fspo.verify.cases import Case, reference_drifts, split
 from megatron_fspo.verify.layouts import Layout
 from megatron_fspo.weights import Architecture, Row, resolve, shard_shape, shard_slices, to_megatron_shard
@@ -122,13 +122,12 @@ def score(
     )
     if share and policy.backend.layers == "local" and layout.context_size == 1:
         layout = replace(layout, share_prompts=True)
-    kinds = torch.cat([as_row(sample.completion.kinds, torch.int8) for sample in samples])
     sequences = Sequences.of(
         prompts=[sample.prompt.token_ids for sample in samples],
         responses=[sample.completion.token_ids for sample in samples],
         advantages=[sample.advantage for sample in samples],
-        written=kinds == WRITTEN,
-        row_starts=kinds == ROW_START,
+        loss_mask=[sample.completion.loss_mask for sample in samples],
+        row_starts=[sample.completion.row_starts for sample in samples],
         routes=None if routes is None else torch.cat([*routes])[:, policy.layers],
     )
     batches = pack(sequences, layout, plan=split(split_name, sequences, policy.arch, layout))
@@ -193,13 +192,10 @@ def _parameters(policy: Policy) -> Iterator[tuple[Row, Any]]:
 
 def _response_positions(batch: MicroBatch, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
     """For each of this rank's tokens inside the mask: its sample, and its index among the written tokens."""
-    whole = [
-        [*bytes(len(sample.prompt.token_ids)), *(kind == WRITTEN for kind in sample.completion.kinds)]
-        for sample in samples
-    ]
+    whole = [[*bytes(len(one.prompt.token_ids)), *one.completion.loss_mask] for one in samples]
     numbers = pad_sequence([torch.tensor(row).cumsum(0) - 1 for row in whole], batch_first=True)
-    sample = batch.sample_index[batch.segment[batch.mask]]
-    return sample, numbers.to(batch.mask.device)[sample, batch.position_ids[0, batch.mask] + 1]
+    sample = batch.sample_index[batch.segment[batch.loss_mask]]
+    return sample, numbers.to(batch.loss_mask.device)[sample, batch.position_ids[0, batch.loss_mask] + 1]
 
 
 def below(scored: Scored, drifts: Sequence[Tensor], samples: Sequence[Sample]) -> list[Tensor]:
@@ -209,7 +205,7 @@ def below(scored: Scored, drifts: Sequence[Tensor], samples: Sequence[Sample]) -
     for batch, score in zip(scored.micro_batches, scored.log_probs, strict=True):
         sample, position = _response_positions(batch, samples)
         old = torch.full_like(score, float("nan"))
-        old[batch.mask] = score[batch.mask] - padded.to(score)[sample, position]
+        old[batch.loss_mask] = score[batch.loss_mask] - padded.to(score)[sample, position]
         columns.append(old)
     return columns
 
@@ -228,8 +224,8 @@ def _gathered(
     tokens = rows.new_zeros(())
     for batch, score in zip(batches, scores, strict=True):
         sample, position = _response_positions(batch, samples)
-        log_probs[sample, position] += score[batch.mask].double()
-        tokens += batch.mask.sum()
+        log_probs[sample, position] += score[batch.loss_mask].double()
+        tokens += batch.loss_mask.sum()
     dist.all_reduce(log_probs, group=groups.dp_cp)
     dist.all_reduce(tokens, group=groups.dp_cp)
     # Only the last pipeline stage observes; every context-parallel rank observes all its sequences.

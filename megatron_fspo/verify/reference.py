@@ -128,7 +128,7 @@ def forward(
     for number, sample in enumerate(samples):
         routers = Routers(given=None if routes is None else routes[number])
         ids = (sample.prompt.token_ids, sample.completion.token_ids)
-        written = [place for turn in sample.completion.written for place in turn]
+        written = torch.tensor(sample.completion.loss_mask, dtype=torch.bool)
         starts = sample.completion.row_starts
         scored = log_probs_and_entropy(weights, arch, *ids, temperature, routers, starts)
         rows.append((scored[0][written], scored[1][written]))
@@ -139,7 +139,7 @@ def forward(
         advantages=tuple(sample.advantage for sample in samples),
         log_probs=tuple(log_probs for log_probs, _ in rows),
         entropies=tuple(entropy for _, entropy in rows),
-        turns=tuple(tuple(len(turn) for turn in sample.completion.written if turn) for sample in samples),
+        turns=tuple(tuple(len(turn) for turn in sample.completion.turns if turn) for sample in samples),
         router_losses=tuple(losses),
     )
 

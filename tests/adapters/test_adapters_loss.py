@@ -34,6 +34,22 @@ def test_the_gradient_is_the_weight_and_the_value_is_the_objective() -> None:
     torch.testing.assert_close(new.grad, torch.where(mask, -terms.weight[:, None] / 5, 0.0))
 
 
+def test_a_centred_band_moves_with_the_length() -> None:
+    fspo = FSPO(c_low=0.03, c_high=0.05, centred=True)
+    lengths = torch.tensor([1.0, 10_000.0], dtype=torch.float64)
+    centre = -(0.02**2) / 2 * lengths  # σ̂ = c / 2, and the mean of c is 0.04
+    for edge, clipped in ((0.05 - 1e-6, False), (0.05 + 1e-6, True)):
+        terms = fspo.surrogate(centre + edge * lengths.sqrt(), lengths, torch.ones(2))
+        assert terms.clipped_high.tolist() == [clipped, clipped]
+    beyond = fspo.surrogate(centre + 0.1001 * lengths.sqrt(), lengths, -torch.ones(2))
+    assert beyond.dual_clipped.all()
+
+
+def test_a_width_that_is_meant_for_a_ratio_warns() -> None:
+    with pytest.warns(UserWarning, match="nats per √token, not a ratio"):
+        FSPO(c_low=0.2, c_high=0.2)
+
+
 def test_what_is_outside_the_mask_or_not_finite_reaches_nothing() -> None:
     new, old, mask, advantages = padded()
     old = torch.where(mask, old, math.nan)

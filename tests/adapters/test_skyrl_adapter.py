@@ -68,6 +68,10 @@ def test_what_does_not_fit_is_refused_in_one_line(keys: dict[str, object], found
     assert "\n" not in str(error.value)
 
 
+def test_a_type_for_long_responses() -> None:
+    assert PolicyLossRegistry.get("fspo_centred").keywords == {"centred": True}
+
+
 def test_its_corrections_are_refused() -> None:
     config = algorithm()
     config.off_policy_correction.tis_ratio_type = "sequence"

@@ -49,6 +49,11 @@ def test_the_gradient_is_that_of_the_definition(band: dict[str, float], tmp_path
     assert difference(found, {name: p.grad for name, p in model.named_parameters()}) < 2e-5
 
 
+def test_a_key_for_long_responses(tmp_path: Path) -> None:
+    trainer = make_trainer(FSPOTrainer, FSPOConfig, tmp_path, centred=True)
+    assert trainer.args.fspo().centred and not FSPOConfig(output_dir=str(tmp_path)).fspo().centred
+
+
 def test_gradient_accumulation_changes_nothing(tmp_path: Path) -> None:
     """1 × 8 = 2 × 4 = 8 × 1, though the empty response makes the micro-batches unequal."""
     batch = random_batch(seed=2)

@@ -57,6 +57,11 @@ def make_batch(policy: Policy) -> Batch:
     return batch
 
 
+def test_a_mode_for_long_responses() -> None:
+    centred = get_policy_loss_fn("fspo_centred")
+    assert centred.func is fspo_policy_loss and centred.keywords == {"centred": True}
+
+
 def actor(**keys: Any) -> FSDPActorConfig:
     loss = PolicyLossConfig(loss_mode="fspo")
     given = {"rollout_n": 1, "ppo_micro_batch_size_per_gpu": 2, "policy_loss": loss} | LIMITS | keys

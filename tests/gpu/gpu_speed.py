@@ -115,7 +115,7 @@ def _planned(policy: Policy, batches: Packs, ranks: int) -> float:
     )
     most = 0.0
     for batch in batches:
-        pack = PlannedPack(lengths=tuple(batch.borders.diff().tolist()), scored=int(batch.mask.sum()))
+        pack = PlannedPack(lengths=tuple(batch.borders.diff().tolist()), scored=int(batch.loss_mask.sum()))
         step = activations(shape, 0, pack, len(batches))
         most = max(most, step.held + max(step.moments.values()))
     copies = 2 * policy.arch.num_layers * policy.arch.layer_size if shape.fp8 else 0

@@ -85,7 +85,7 @@ def by_token(batches: Iterable[MicroBatch], values: Sequence[Tensor], groups: Pa
         (index, position, value)
         for batch, here in zip(batches, values, strict=True)
         for row, index in enumerate(batch.sample_index.tolist())
-        for mask in [batch.mask & (batch.segment == row)]
+        for mask in [batch.loss_mask & (batch.segment == row)]
         for position, value in zip(batch.position_ids[0, mask].tolist(), here[mask].tolist(), strict=True)
     ]
     return torch.tensor([value for _, _, value in sorted(gather_lists(found, group=groups.dp_cp))])

@@ -35,7 +35,7 @@ def step(policy: Policy, max_tokens: int) -> dict[str, torch.Tensor]:
     for batch, score in zip(batches, scores, strict=True):
         shifted = torch.full_like(score, float("nan"))  # what is outside the mask must not matter
         for n, i in enumerate(batch.sample_index.tolist()):
-            here = batch.mask & (batch.segment == n)
+            here = batch.loss_mask & (batch.segment == n)
             prompt = len(rows[i].prompt.token_ids)
             moved = drift(i).to(score.device)
             shifted[here] = score[here] - moved[batch.position_ids[0, here] - prompt + 1]
@@ -100,7 +100,7 @@ def decode(policy: Policy) -> dict[str, torch.Tensor]:
                 multiple_of=policy.groups.tp.size(),
             ).to(policy.backend.device)
             scores = policy.score([batch] * chunks, scoring_of(policy))
-            gap = (scores[0] - batch.sampled_log_probs)[batch.mask]
+            gap = (scores[0] - batch.sampled_log_probs)[batch.loss_mask]
             worst = max([worst, *gap.abs().tolist()])
     rows = sorted(gather_lists([*zip(mine, wide, greedy, [worst] * len(mine), strict=True)], group=data))
     tokens = [t for _, row, _, _ in rows for completion in row for t in completion.token_ids]

@@ -34,7 +34,7 @@ def trajectories(log_ratio: torch.Tensor) -> LossInputs:
     return LossInputs(
         log_probs=torch.full_like(log_ratio, -1.0),
         log_ratio=log_ratio,
-        mask=mask,
+        loss_mask=mask,
         segment=segment,
         sequence_sums=sums(segment, len(TURNS)),
         prefix_sums=lambda values: values,

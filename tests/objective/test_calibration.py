@@ -10,8 +10,8 @@ from megatron_fspo.mcore.model.policy_loss import k3_kl
 from megatron_fspo.objective.calibration import (
     QUANTILE,
     BandCalibrator,
-    drift_from_kl,
-    drift_from_sigma,
+    centred_sigma,
+    drift_of,
     fit_exponent,
     measure_exponent,
     sigma_hat,
@@ -75,12 +75,17 @@ def test_k3_is_exact_for_small_ratios_and_ignores_what_is_masked_or_broken() -> 
     assert [value.item() for value in k3_kl(log_ratio, torch.zeros(7, dtype=torch.bool))] == [0.0, 0.0]
 
 
-def test_drift_is_never_positive_and_capped() -> None:
-    assert drift_from_kl(0.002, cap=0.01) == -0.002
-    assert drift_from_kl(0.02, cap=0.01) == -0.01
-    assert math.copysign(1, drift_from_kl(0.0, cap=0.01)) == 1
-    assert drift_from_sigma(0.1, cap=0.01) == pytest.approx(-0.005)
-    assert drift_from_sigma(1.0, cap=0.01) == -0.01
+def test_the_drift_of_a_normal_s_is_its_mean() -> None:
+    assert drift_of(0.1) == pytest.approx(-0.005)
+    assert math.copysign(1, drift_of(0.0)) == 1
+    lengths = torch.randint(10, 30_000, (20_000,), generator=torch.Generator().manual_seed(1)).double()
+    noise = torch.randn(20_000, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    for shift in (0.0, 0.001, -0.05):  # σ̂ is around the drift that S has, from learning or not
+        sums = 0.03 * lengths.sqrt() * noise + (drift_of(0.03) + shift) * lengths
+        assert centred_sigma(sums, lengths) == pytest.approx(0.03, rel=0.02)
+    assert sigma_hat(sums, lengths) > 0.1
+    with pytest.raises(ValueError, match="no finite S"):
+        centred_sigma(sums * math.nan, lengths)
 
 
 @pytest.mark.parametrize(

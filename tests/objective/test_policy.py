@@ -68,7 +68,7 @@ def inputs(lengths: list[int], seed: int = 0) -> LossInputs:
     return LossInputs(
         log_probs=log_probs,
         log_ratio=ratio,
-        mask=where,
+        loss_mask=where,
         segment=segments,
         sequence_sums=sums_of(where, segments, n),
         prefix_sums=prefix_sums_of(where, segments),
@@ -83,12 +83,12 @@ def part(batch: LossInputs, sequences: range) -> LossInputs:
     """Some sequences of a batch; N and T stay those of the whole step."""
     own = (batch.segment >= sequences.start) & (batch.segment < sequences.stop)
     kept = slice(sequences.start, sequences.stop)
-    mask, segment = batch.mask[own], batch.segment[own] - sequences.start
+    mask, segment = batch.loss_mask[own], batch.segment[own] - sequences.start
     return replace(
         batch,
         log_probs=batch.log_probs[own],
         log_ratio=batch.log_ratio[own],
-        mask=mask,
+        loss_mask=mask,
         segment=segment,
         sequence_sums=sums_of(mask, segment, len(sequences)),
         prefix_sums=prefix_sums_of(mask, segment),
@@ -101,7 +101,7 @@ def defined(loss: Loss, batch: LossInputs, log_ratio: Tensor) -> tuple[Tensor, l
     """J of the whole batch and each response's definition, from log-ratios [t] with a graph."""
     total, responses = torch.zeros((), dtype=torch.float64), []
     for number, advantage in enumerate(batch.advantages.tolist()):
-        own = batch.mask & (batch.segment == number)
+        own = batch.loss_mask & (batch.segment == number)
         if not own.any():
             responses.append(None)
             continue
@@ -130,7 +130,7 @@ def test_weights_are_the_derivative_of_the_definition(name: str, seed: int, leng
     assert terms.objective.item() / batch.num_sequences == pytest.approx(want.item(), rel=1e-9, abs=1e-12)
     if want.requires_grad:
         (gradient,) = torch.autograd.grad(want, variable)
-        gradient = torch.where(batch.mask, gradient, 0.0) * batch.num_sequences
+        gradient = torch.where(batch.loss_mask, gradient, 0.0) * batch.num_sequences
         torch.testing.assert_close(terms.weight, gradient, rtol=1e-9, atol=1e-12)
     clipped = terms.clipped_low + terms.clipped_high + terms.dual_clipped
     for number, one in enumerate(responses):
@@ -148,8 +148,8 @@ def test_a_batch_that_is_split_has_the_same_weights(name: str) -> None:
         terms = [objective(one) for one in parts]
         want = objective(whole)
         assert sum(t.objective.item() for t in terms) == pytest.approx(want.objective.item(), abs=1e-9)
-        weights = torch.cat([t.weight[p.mask] for t, p in zip(terms, parts, strict=True)])
-        torch.testing.assert_close(weights, want.weight[whole.mask], rtol=1e-9, atol=1e-12)
+        weights = torch.cat([t.weight[p.loss_mask] for t, p in zip(terms, parts, strict=True)])
+        torch.testing.assert_close(weights, want.weight[whole.loss_mask], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -172,7 +172,7 @@ def test_ratios_far_away_are_weighed_or_dropped_and_never_nan(name: str, sign: f
     batch = inputs(LENGTHS)
     terms = LOSSES[name].objective()(replace(batch, log_ratio=torch.full_like(batch.log_ratio, 60 * sign)))
     assert terms.weight.isfinite().all() and terms.objective.isfinite()
-    assert not terms.weight[~batch.mask].any()
+    assert not terms.weight[~batch.loss_mask].any()
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -192,7 +192,7 @@ def test_on_policy_no_loss_clips_and_all_have_gradients() -> None:
             continue
         terms = loss.objective()(batch)
         a = torch.cat([batch.advantages, torch.zeros(1)])[batch.segment]
-        assert torch.equal(terms.weight.sign(), torch.where(batch.mask, a, 0.0).sign()), loss
+        assert torch.equal(terms.weight.sign(), torch.where(batch.loss_mask, a, 0.0).sign()), loss
         assert not (terms.clipped_low + terms.clipped_high + terms.dual_clipped).any()
 
 
@@ -201,7 +201,7 @@ def test_what_cispo_clips_keeps_its_gradient(eps_low: float | None) -> None:
     batch = inputs(LENGTHS)
     terms = CISPOLoss(eps_low=eps_low, eps_high=0.04).objective()(batch)
     assert terms.clipped_high.any() and bool(terms.clipped_low.any()) == (eps_low is not None)
-    assert (terms.weight[batch.mask] != 0).all()
+    assert (terms.weight[batch.loss_mask] != 0).all()
     assert terms.ratio.isnan().all(), "tokens have weights of their own"
 
 
@@ -214,16 +214,16 @@ def test_what_another_rank_decided_of_a_sequence_counts() -> None:
     own = LOSSES["fspo"].objective()(batch)
     theirs = torch.linspace(1, 2, len(LENGTHS), dtype=torch.float64)
     nobody = torch.zeros_like(theirs)
-    flags = [nobody, nobody + 1, nobody, nobody + 1, nobody]
+    flags = [nobody, nobody + 1, nobody, nobody + 1, nobody, nobody]
     decided = torch.stack([theirs, 3 * theirs, 7 * theirs, 5 * theirs, *flags])
     got = LOSSES["fspo"].objective()(replace(batch, decided=lambda mine: decided + 0 * mine))
     assert torch.equal(got.log_ratio_sum, theirs) and torch.equal(got.ratio, 7 * theirs)
     want = torch.cat([3 * theirs, torch.zeros(1)])[batch.segment]
-    assert torch.equal(got.weight, torch.where(batch.mask, want, 0.0))
+    assert torch.equal(got.weight, torch.where(batch.loss_mask, want, 0.0))
     assert got.objective.item() == pytest.approx(5 * theirs.sum().item())
-    flags = (got.clipped_low, got.clipped_high, got.dual_clipped, got.out_of_band, got.nonfinite)
-    assert [[*map(bool, flag)] for flag in flags] == [
-        [x] * len(LENGTHS) for x in (False, True, False, True, False)
+    sides = (got.clipped_low, got.clipped_high, got.dual_clipped, got.below, got.out_of_band, got.nonfinite)
+    assert [[*map(bool, flag)] for flag in sides] == [
+        [x] * len(LENGTHS) for x in (False, True, False, True, True, False)
     ]
     assert not torch.equal(own.weight, got.weight)
 
@@ -238,7 +238,7 @@ def test_a_sequence_on_two_ranks_counts_once(name: str) -> None:
 
     def rank(number: int) -> LossTerms:
         own = ~first if number else first
-        mask, segment = whole.mask[own], whole.segment[own]
+        mask, segment = whole.loss_mask[own], whole.segment[own]
         local = sums_of(mask, segment, len(LENGTHS))
         calls = 0
 
@@ -252,7 +252,7 @@ def test_a_sequence_on_two_ranks_counts_once(name: str) -> None:
 
         ratio = whole.log_ratio[own]
         return LOSSES[name].objective()(
-            replace(whole, log_ratio=ratio, mask=mask, segment=segment, sequence_sums=reduced)
+            replace(whole, log_ratio=ratio, loss_mask=mask, segment=segment, sequence_sums=reduced)
         )
 
     with ThreadPoolExecutor(2) as pool:
@@ -275,7 +275,7 @@ def test_prefix_losses_by_hand(advantage: float) -> None:
         inputs([3]),
         log_ratio=ratio.log(),
         log_probs=old + ratio.log(),
-        mask=torch.ones(3, dtype=torch.bool),
+        loss_mask=torch.ones(3, dtype=torch.bool),
         segment=torch.zeros(3, dtype=torch.int64),
         advantages=torch.tensor([advantage]),
         num_sequences=1,
@@ -283,8 +283,8 @@ def test_prefix_losses_by_hand(advantage: float) -> None:
     )
     batch = replace(
         batch,
-        sequence_sums=sums_of(batch.mask, batch.segment, 1),
-        prefix_sums=prefix_sums_of(batch.mask, batch.segment),
+        sequence_sums=sums_of(batch.loss_mask, batch.segment, 1),
+        prefix_sums=prefix_sums_of(batch.loss_mask, batch.segment),
     )
     # CPPO: w = 1, .75, .5; moved .2, .0375, .05; room for it .19, .09 and .1275.
     cppo = CPPOLoss(delta=0.19, budget=0.1, last_weight=0.5)(batch)
@@ -304,7 +304,7 @@ def test_a_cppo_tokens_reach_is_the_factor_at_which_it_is_clipped(seed: int) -> 
     batch = inputs(LENGTHS, seed)
     loss = CPPOLoss(delta=0.01, budget=0.002, last_weight=0.6)
     advantages = per_token(batch.advantages, batch)
-    pushed = batch.mask & (batch.log_ratio * advantages > 0)
+    pushed = batch.loss_mask & (batch.log_ratio * advantages > 0)
     reach = loss.token_reach(batch)
     assert pushed.sum() > 20 and reach[pushed].max() > 3 * reach[pushed].min()
     for share in (0.05, 0.3, 0.5, 0.7, 0.95):
@@ -313,8 +313,8 @@ def test_a_cppo_tokens_reach_is_the_factor_at_which_it_is_clipped(seed: int) -> 
             scaled = loss.scaled(factor)
             clipped = scaled(batch).weight == 0
             assert torch.equal(clipped[pushed], (reach > factor)[pushed])
-            assert not clipped[batch.mask & ~pushed & (advantages != 0)].any(), "the other direction"
+            assert not clipped[batch.loss_mask & ~pushed & (advantages != 0)].any(), "the other direction"
             for number, one in enumerate(defined(scaled, batch, batch.log_ratio)[1]):
-                own = batch.mask & (batch.segment == number)
+                own = batch.loss_mask & (batch.segment == number)
                 if one is not None:
                     assert one.clipped == pytest.approx(clipped[own].double().mean().item())

@@ -61,9 +61,9 @@ def test_rows_of_each_rank_and_of_each_tensor_rank_under_it(
             assert rows % (align * tensor) == 0
             assert torch.equal(batch.borders, borders) and int(borders[-1]) == rows * context
             # Padding is in nobody's sequence.
-            assert (batch.segment[batch.mask] < len(batch.lengths)).all()
+            assert (batch.segment[batch.loss_mask] < len(batch.lengths)).all()
             for row, index in enumerate(batch.sample_index.tolist()):
-                trained[index] += int((batch.mask & (batch.segment == row)).sum())
+                trained[index] += int((batch.loss_mask & (batch.segment == row)).sum())
         used = sum(int(batch.sample_index.numel()) for batch in batches[:1])
         assert used, "a pack of padding only"
     assert trained == LENGTHS

@@ -30,7 +30,7 @@ def test_two_sequences_and_a_tail_by_hand() -> None:
     assert batch.labels.tolist() == [2, 3, PAD, 5, 0, 7, 4, 0, 0, 0]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 0, 1]]
     # The label PAD of position 2 was sampled: it counts like any other.
-    assert [int(flag) for flag in batch.mask] == [0, 1, 1, 1, 0, 0, 1, 0, 0, 0]
+    assert [int(flag) for flag in batch.loss_mask] == [0, 1, 1, 1, 0, 0, 1, 0, 0, 0]
     assert batch.rows.tolist() == [1, 2, 3, 6] and batch.label_range == (PAD, 5)
     assert batch.segment.tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 2, 2]
     assert batch.borders.tolist() == [0, 5, 8, 10] and batch.borders.dtype == torch.int32
@@ -78,14 +78,14 @@ def test_a_pack_reads_back_as_its_samples(
         assert batch.position_ids[0, start:end].tolist() == list(range(len(ids)))
         assert batch.labels[start : end - 1].tolist() == ids[1:]
         # What the mask picks out of the labels is what the policy wrote, whatever its ids are.
-        mask = batch.mask[start:end]
+        mask = batch.loss_mask[start:end]
         assert batch.labels[start:end][mask].tolist() == learned[index]
         assert mask[len(prompt) - 1 : -1].tolist() == flags[index]
         assert batch.segment[start:end].tolist() == [row] * len(ids)
         assert batch.lengths[row] == len(learned[index])
         assert batch.advantages[row] == index / 4
-    assert batch.mask[filled:].sum() == 0
-    assert torch.equal(batch.mask.nonzero()[:, 0], batch.rows)
+    assert batch.loss_mask[filled:].sum() == 0
+    assert torch.equal(batch.loss_mask.nonzero()[:, 0], batch.rows)
     wanted = [token for index in indices for token in learned[index]] or [0]
     assert batch.label_range == (min(wanted), max(wanted))
     assert set(batch.segment[filled:].tolist()) <= {len(indices)}
@@ -98,7 +98,7 @@ def test_an_empty_micro_batch_is_one_tail(multiple_of: int) -> None:
     assert batch.tokens.tolist() == [[0] * multiple_of]
     assert batch.borders.tolist() == [0, multiple_of]
     assert batch.longest == multiple_of
-    assert not batch.mask.any() and batch.segment.tolist() == [0] * multiple_of
+    assert not batch.loss_mask.any() and batch.segment.tolist() == [0] * multiple_of
     assert batch.lengths.shape == batch.advantages.shape == batch.sample_index.shape == (0,)
     assert batch.lengths.dtype == batch.sample_index.dtype == torch.int64
     assert batch.totals.num_sequences == 11

@@ -22,7 +22,7 @@ ROWS = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 5)), max_size=3)
 def test_two_rows_by_hand() -> None:
     """Prompt 1 2, response 3 4 | 5 6 7 with 5 6 inserted; beside it one that shares the prompt."""
     both = [
-        sample([1, 2], [3, 4, 5, 6, 7], written=[True, True, False, False, True], row_starts=[2]),
+        sample([1, 2], [3, 4, 5, 6, 7], loss_mask=[1, 1, 0, 0, 1], row_starts=[2]),
         sample([1, 2], [8]),
     ]
     options = {"num_sequences": 2, "num_tokens": 4, "multiple_of": 5}
@@ -31,7 +31,7 @@ def test_two_rows_by_hand() -> None:
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 1, 2, 4, 5, 6, 0]]
     assert batch.row_positions.tolist() == [0, 1, 2, 3, 1, 2, 0, 1, 2, 0]
     assert batch.labels.tolist() == [2, 3, 4, 5, 8, 0, 6, 7, 0, 0]
-    assert [int(flag) for flag in batch.mask] == [0, 1, 1, 0, 1, 0, 0, 1, 0, 0]
+    assert [int(flag) for flag in batch.loss_mask] == [0, 1, 1, 0, 1, 0, 0, 1, 0, 0]
     assert batch.segment.tolist() == [2, 0, 0, 0, 1, 1, 0, 0, 0, 2]
     assert batch.borders.tolist() == [0, 1, 4, 6, 9, 10] and batch.owner.tolist() == [0, 0, 1, 0, 2]
     assert batch.lengths.tolist() == [3, 1] and batch.longest == 4
@@ -39,7 +39,7 @@ def test_two_rows_by_hand() -> None:
     first, second = (collate(both, [0, 1], context_rank=r, context_size=2, **options) for r in range(2))
     assert first.tokens.tolist() == [[1, 4, 5, 0, 1, 0, 0, 0, 0, 0]]
     assert second.tokens.tolist() == [[2, 3, 6, 7, 2, 8, 0, 0, 0, 0]]
-    assert first.labels[:3].tolist() == [2, 5, 6] and [int(flag) for flag in first.mask[:3]] == [0, 0, 0]
+    assert first.labels[:3].tolist() == [2, 5, 6] and [int(flag) for flag in first.loss_mask[:3]] == [0, 0, 0]
     assert second.row_positions[:6].tolist() == [1, 2, 1, 2, 1, 2]
 
 
@@ -71,13 +71,11 @@ def test_every_row_is_whole_and_by_itself(
     for prompt, first, further, copies in some:
         ids = [next(fresh) for _ in range(prompt)]
         for _ in range(copies):
-            written, row_starts = [True] * first, []
+            mask, row_starts = [1] * first, []
             for inserted, own in further:
-                row_starts.append(len(written))
-                written += [False] * inserted + [True] * own
-            samples.append(
-                sample(ids, [next(fresh) for _ in written], written=written, row_starts=row_starts)
-            )
+                row_starts.append(len(mask))
+                mask += [0] * inserted + [1] * own
+            samples.append(sample(ids, [next(fresh) for _ in mask], loss_mask=mask, row_starts=row_starts))
     sequences = sequences_of(samples)
     room = max(
         sum(len(row) + -len(row) % (2 * size) for row in rows_of(one)) + 2 * size * len(rows_of(one))
@@ -98,7 +96,7 @@ def test_every_row_is_whole_and_by_itself(
         ]
         for parts in zip(*(pack(sequences, layout) for layout in layouts), strict=True):
             assert parts[0].borders[-1] <= room + 2 * size
-            columns = ("labels", "mask", "segment", "row_positions", "sampled_log_probs")
+            columns = ("labels", "loss_mask", "segment", "row_positions", "sampled_log_probs")
             tokens, labels, mask, segment, positions, sampled = (
                 laid_out([*parts], [getattr(part, name) for part in parts])
                 if name
@@ -126,7 +124,7 @@ def test_every_row_is_whole_and_by_itself(
                     assert positions[places].tolist() == list(range(skipped, len(row)))
                     assert (segment[places] == number).all()
                 kept = mask & (segment == number)
-                own = [i for i, kind in enumerate(one.completion.kinds) if kind == 1]
+                own = [i for i, own in enumerate(one.completion.loss_mask) if own]
                 assert sorted(labels[kept].tolist()) == sorted(one.completion.token_ids[i] for i in own)
                 assert sorted(sampled[kept].tolist()) == sorted(-0.5 - i for i in own)
                 assert len(ids) == sum(map(len, rows))
@@ -139,7 +137,7 @@ def test_a_row_begins_with_an_inserted_token(start: int) -> None:
         Completion(
             token_ids=range(3),
             log_probs=[0.0] * 3,
-            written=(range(2),),
+            loss_mask=(1, 1, 0),
             row_starts=(start,),
             finish_reason="stop",
             weight_version=0,

@@ -49,7 +49,7 @@ def test_a_prompt_of_three_by_hand() -> None:
     assert batch.tokens.tolist() == [[1, 2, 3, 4, 5, 3, 6, 7, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 0, 1, 0, 1]]
     assert batch.labels.tolist() == [2, 3, 4, 5, 0, 0, 7, 0, 0, 0]
-    assert [int(flag) for flag in batch.mask] == [0, 0, 1, 1, 0, 0, 1, 0, 0, 0]
+    assert [int(flag) for flag in batch.loss_mask] == [0, 0, 1, 1, 0, 0, 1, 0, 0, 0]
     assert batch.segment.tolist() == [3, 3, 0, 0, 0, 1, 2, 2, 3, 3]
     assert batch.uses.tolist() == [2, 2, 1, 1, 1, 1, 1, 1, 0, 0]
     assert batch.borders.tolist() == [0, 2, 5, 6, 8, 10] and batch.longest == 5
@@ -90,7 +90,8 @@ def test_every_sequence_is_whole(groups: Groups, multiple_of: int, room: int | N
             assert batch.position_ids[0, rows].tolist() == list(range(len(ids))) and batch.longest >= len(ids)
             assert batch.labels[rows[:-1]].tolist() == ids[1:]
             assert (
-                batch.labels[rows][batch.mask[rows]].tolist() == ids[int(sequences.prompt_lengths[number]) :]
+                batch.labels[rows][batch.loss_mask[rows]].tolist()
+                == ids[int(sequences.prompt_lengths[number]) :]
             )
             assert batch.old_log_probs[rows].tolist() == [100.0 + at for at in range(len(ids))]
             # In a prefix the route is that of whoever was the first of it.

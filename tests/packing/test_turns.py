@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import groupby
 
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +22,7 @@ def test_turns_are_runs_of_written_tokens(
         prompts=prompts,
         responses=[[7] * len(row) for row in responses],
         advantages=[1.0] * len(responses),
-        written=torch.tensor([one for row in responses for one in row], dtype=torch.bool),
+        loss_mask=responses,
     )
     chosen = data.draw(st.lists(st.sampled_from(range(len(responses))), unique=True))
     _, totals = plan_of(sequences, PackLayout(max_tokens=1000))
@@ -45,7 +44,7 @@ def test_turns_are_runs_of_written_tokens(
         assert turns is not None
         assert turns.owner.tolist() == [owner for owner, _ in numbered]
         assert turns.lengths.tolist() == [len(run) for _, run in numbered]
-        assert (turns.segment[~batch.mask] == len(numbered)).all()
+        assert (turns.segment[~batch.loss_mask] == len(numbered)).all()
         for row in batch.rows.tolist():
             owner = int(batch.segment[row])
             place = int(batch.position_ids[0, row]) + 1 - len(prompts[chosen[owner]])

@@ -77,7 +77,7 @@ def test_the_ranks_of_a_pack_hold_each_response_token_once(
     samples = [make(prompt, response, 100 * (i + 1)) for i, (prompt, response) in enumerate(shapes)]
 
     def tokens(batch: MicroBatch) -> list[tuple[int, int, int, float]]:
-        inside = batch.mask
+        inside = batch.loss_mask
         columns = (batch.segment, batch.position_ids[0], batch.labels, batch.sampled_log_probs)
         return list(zip(*(column[inside].tolist() for column in columns), strict=True))
 
@@ -91,7 +91,7 @@ def test_the_ranks_of_a_pack_hold_each_response_token_once(
         assert torch.equal(part.borders, parts[0].borders) and torch.equal(part.lengths, whole.lengths)
         assert ((part.borders[1:] - part.borders[:-1]) % (2 * size) == 0).all()
         assert part.longest == int((part.borders[1:] - part.borders[:-1]).max())
-        assert (part.segment[~part.mask & (part.tokens[0] == 0)] == len(samples)).all()
+        assert (part.segment[~part.loss_mask & (part.tokens[0] == 0)] == len(samples)).all()
         # Positions run through each sequence and on into its padding, as the zigzag has them.
         starts = part.borders[:-1].tolist()
         where = local_positions(part.borders, rank, size)

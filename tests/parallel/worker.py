@@ -160,7 +160,8 @@ def check_hand_out() -> None:
                 Completion(
                     token_ids=range(first, first + length),
                     log_probs=[-(first + i) / 7 for i in range(length)],
-                    written=tuple(range(i, i + 1) for i in range(to % 2, length, 2)),
+                    loss_mask=[(i + to + 1) % 2 for i in range(length)],
+                    turn_starts=(number,),
                     row_starts=tuple(range(1 - to % 2, length, 2)) if length > 1 else (),
                     finish_reason="length" if number % 2 else "stop",
                     weight_version=number,

@@ -17,7 +17,7 @@ from megatron_fspo.job.remote import http_client
 from megatron_fspo.rollout.client.server import Refused, Server
 from megatron_fspo.rollout.common import api_key
 from megatron_fspo.rollout.sampling import kept
-from megatron_fspo.types import WRITTEN, Completion, Prompt, Reply, SamplingParams, VersionSpan
+from megatron_fspo.types import Completion, Prompt, Reply, SamplingParams, VersionSpan
 from real_server import all_log_probs, sampled, scores, send, weights
 from serving import Served
 
@@ -86,11 +86,11 @@ def test_log_probs_of_turns_are_given_all_that_was_written_and_inserted(
         rows = [scores(checkpoints[1], ids[first:end], 1.0) for first, end in pairwise(borders)]
         # No row says anything of its first token.
         whole = torch.cat([torch.cat([torch.zeros(1), row]) for row in rows])[start:]
-        written = torch.tensor(list(one.kinds)) == WRITTEN
+        written = torch.tensor(one.loss_mask, dtype=torch.bool)
         errors.append((whole - torch.tensor(one.log_probs))[written])
-        assert len(one.row_starts) == (len(one.written) > 2)
-        turns[len(one.written)] += 1
-        for number, (before, after) in enumerate(pairwise(one.written), start=1):
+        assert len(one.row_starts) == (len(one.turns) > 2)
+        turns[len(one.turns)] += 1
+        for number, (before, after) in enumerate(pairwise(one.turns), start=1):
             assert list(one.token_ids[before.stop : after.start]) == [7, number]
             assert one.token_ids[before.stop - 1] in params.stop_token_ids
     assert turns[4] > 5 and torch.cat(errors).abs().mean() <= 1e-4

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import sys
 import threading
 import time
+from array import array
 from collections.abc import Awaitable
 from typing import Any
 
@@ -19,7 +22,12 @@ def length(prompt: Prompt, completion: Completion, response: str) -> float:
     return float(len(response))
 
 
+REST = {"large": 10**30, "nested": [{"a": None}, 0.1], "half of a character": "\ud800"}
+
+
 def field(prompt: Prompt, completion: Completion, response: str) -> float:
+    assert isinstance(completion.token_ids, array) and isinstance(completion.log_probs, array)
+    assert prompt.fields["rest"] == REST
     return float(prompt.fields["level"])
 
 
@@ -48,6 +56,31 @@ def sleeps(prompt: Prompt, completion: Completion, response: str) -> float:
     time.sleep(float(response))
     with _lock:
         places["now"] -= 1
+    return 1.0
+
+
+def at_a_time(prompt: Prompt, completion: Completion, response: str) -> float:
+    """The most calls at a time so far."""
+    sleeps(prompt, completion, response)
+    return float(places["most"])
+
+
+def heavy(prompt: Prompt, completion: Completion, response: str) -> float:
+    """How many of the packages that take long are imported."""
+    print(response)
+    return float(len({"torch", "megatron", "transformers", "pydantic", "httpx"}.intersection(sys.modules)))
+
+
+def loops(prompt: Prompt, completion: Completion, response: str) -> float:
+    """Computes without end for one response, and not at all for others."""
+    while response == "loop":
+        pass
+    return 1.0
+
+
+def dies(prompt: Prompt, completion: Completion, response: str) -> float:
+    """As if C code of a library crashed."""
+    os._exit(3) if response == "die" else time.sleep(600)
     return 1.0
 
 
@@ -81,19 +114,19 @@ async def nan_awaited(prompt: Prompt, completion: Completion, response: str) -> 
     return math.nan
 
 
-WAITING: list[str] = []
-"""What became of calls of ``waits``."""
-
-
 def waits(prompt: Prompt, completion: Completion, response: str) -> Awaitable[float]:
-    """A plain function that gives something to wait for, which does not come."""
+    """A plain function that gives something to wait for, which does not come; the end is told in a file."""
+
+    def tell(word: str) -> None:
+        with open(response, "a", encoding="ascii") as file:
+            print(word, file=file)
 
     async def wait() -> float:
-        WAITING.append("called")
+        tell("waits")
         try:
             await asyncio.sleep(600)
         except asyncio.CancelledError:
-            WAITING.append("cancelled")
+            tell("cancelled")
             raise
         return 1.0
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 
 import psutil
 
 
 def workers() -> list[psutil.Process]:
-    """The workers of the graders of this process."""
+    """The workers and reward processes of the graders of this process."""
     running = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
-            if child.status() != psutil.STATUS_ZOMBIE and "rewards.worker" in " ".join(child.cmdline()):
+            if child.status() != psutil.STATUS_ZOMBIE and re.search(
+                r"rewards\.(worker|process)", " ".join(child.cmdline())
+            ):
                 running.append(child)
     return running
 

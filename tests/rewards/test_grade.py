@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_fspo.job.remote import Loop
 from megatron_fspo.rewards import Failure, Grade, Reward
-from megatron_fspo.rewards.grade import GradeRequest, outcome
-from megatron_fspo.rewards.grader import Function
-from megatron_fspo.rewards.pool import Threads
+from megatron_fspo.rewards.grade import GradeRequest
+from megatron_fspo.rewards.process import Function
 from megatron_fspo.types import Completion, Prompt
 
 PROMPT = Prompt(index=7, token_ids=(10, 3), text="^3=", answer="3")
@@ -26,8 +26,8 @@ COMPLETION = Completion(token_ids=(4, 12), log_probs=(-0.1, -0.2), finish_reason
 def number_of(reward: Reward) -> float | Failure:
     """What comes of a reward's call."""
     request = GradeRequest(PROMPT, COMPLETION, "4")
-    function = Function(reward, extract="whole", threads=Threads(1), loop=None)  # type: ignore[arg-type]
-    found = outcome(function.grade(request), request)
+    with Loop("rewards") as loop:
+        found = loop.run(Function(reward, "whole", loop).graded(request))
     return found.score if isinstance(found, Grade) else found
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from pathlib import Path
 from typing import Any
 
 import own_rewards
@@ -14,7 +16,7 @@ from processes_of import workers
 
 from megatron_fspo.config import Reward
 from megatron_fspo.errors import InputError
-from megatron_fspo.rewards import Failure, Grade, Grader, check_reward, get_reward, tally
+from megatron_fspo.rewards import Failure, Grade, Grader, PendingGrade, check_reward, get_reward, tally
 from megatron_fspo.types import Completion
 
 
@@ -22,7 +24,7 @@ def make(**keys: Any) -> Grader:
     return Grader(Reward(**keys), max_response_tokens=100)
 
 
-def ask(grader: Grader, response: str, answer: str = "5", **fields: Any) -> Future[Grade | Failure]:
+def ask(grader: Grader, response: str, answer: str = "5", **fields: Any) -> PendingGrade:
     return grader.submit(prompt(answer, index=7, fields=fields), STOPPED, response)
 
 
@@ -95,13 +97,15 @@ def test_format(response: str, value: float) -> None:
     assert (grade.score, grade.parsed) == (value, bool(value))
 
 
+@pytest.mark.parametrize("in_process", [False, True])
 @pytest.mark.parametrize("name", ["field", "field_awaited", "returns_awaitable", "instance"])
-def test_a_function_of_ones_own_gets_all_fields(name: str) -> None:
-    with make(name=f"own_rewards:{name}") as grader:
-        found = graded(ask(grader, "so \\boxed{0.50}", level=3, solution="because"))
+def test_a_function_of_ones_own_gets_all_fields(name: str, in_process: bool) -> None:
+    with make(name=f"own_rewards:{name}", in_process=in_process) as grader:
+        found = graded(ask(grader, "so \\boxed{0.50}", level=3, rest=own_rewards.REST))
         assert found == Grade(reward=3.0, score=3.0, answer="1/2")
 
 
+@pytest.mark.parametrize("in_process", [False, True])
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
@@ -113,28 +117,74 @@ def test_a_function_of_ones_own_gets_all_fields(name: str) -> None:
         ("nan_awaited", "returned nan instead of a finite number"),
     ],
 )
-def test_what_a_reward_does_wrong_is_a_failure(name: str, problem: str) -> None:
-    with make(name=f"own_rewards:{name}") as grader:
+def test_what_a_reward_does_wrong_is_a_failure(name: str, problem: str, in_process: bool) -> None:
+    with make(name=f"own_rewards:{name}", in_process=in_process) as grader:
         failure = failed(ask(grader, "x"))
         assert failure.problem.startswith(problem), failure.problem
         assert failure.evidence()["prompt_index"] == 7 and failure.response == "x"
         assert failed(ask(grader, "x")).problem == failure.problem, "the grader goes on"
-    with make(name="exact_match", also={f"own_rewards:{name}": 0.1}) as grader:
+    with make(name="exact_match", also={f"own_rewards:{name}": 0.1}, in_process=in_process) as grader:
         assert failed(ask(grader, "x")).problem == f"with 'own_rewards:{name}': {failure.problem}"
 
 
-def test_an_interrupted_wait_is_cancelled() -> None:
-    with make(name="own_rewards:waits") as grader:
-        waiting = ask(grader, "x")
-        end = time.monotonic() + 10
-        while "called" not in own_rewards.WAITING and time.monotonic() < end:
-            time.sleep(0.01)
-        time.sleep(0.2)
-        grader.interrupt(0.1)
-        assert failed(waiting).interrupted
-        while "cancelled" not in own_rewards.WAITING and time.monotonic() < end:
-            time.sleep(0.01)
-        assert own_rewards.WAITING == ["called", "cancelled"]
+@pytest.mark.parametrize("in_process", [False, True])
+@pytest.mark.parametrize("name", ["sleeps", "sleeps_awaited", "waits"])
+def test_calls_that_wait_are_cancelled_by_the_end(name: str, in_process: bool, tmp_path: Path) -> None:
+    """Those that run, those that wait for their turn, and those that give something to wait for."""
+    before, file = workers(), tmp_path / "file"
+    response = str(file) if name == "waits" else "4"
+    with make(name=f"own_rewards:{name}", concurrency=2, in_process=in_process) as grader:
+        futures = [ask(grader, response) for _ in range(6)]
+        if name == "waits":
+            until(lambda: file.exists() and file.read_text() == "waits\n" * 6)
+        assert until(grader.standing)[-1].startswith(f"{own_rewards.__file__}:")
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 5
+    for future in futures:
+        assert future.cancelled()
+        assert all(isinstance(one, Future) and one.done() for one in future.by_reward.values())
+    assert workers() == before
+    if name == "waits":
+        assert file.read_text() == "waits\n" * 6 + "cancelled\n" * 6
+
+
+def until(find: Callable[[], Any]) -> Any:
+    """What is found within 30 seconds."""
+    end = time.monotonic() + 30
+    while not (found := find()) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert found
+    return found
+
+
+def test_calls_without_end_slow_neither_the_trainer_nor_other_grades() -> None:
+    with make(name="own_rewards:loops") as grader:
+        graded(ask(grader, "first"))
+        endless = [ask(grader, "loop") for _ in range(64)]
+        time.sleep(2)
+        assert any(line.startswith(f"{own_rewards.__file__}:") for line in until(grader.standing))
+        begun = time.monotonic()
+        for _ in range(200):
+            time.sleep(0.001)  # waits for the GIL, 5 ms for each of the threads if they were here
+        assert time.monotonic() - begun < 10
+        assert graded(ask(grader, "another")).score == 1.0
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 5 and all(future.cancelled() for future in endless)
+
+
+def test_a_process_that_crashes_is_a_failure_of_all_it_had() -> None:
+    before = workers()
+    with make(name="own_rewards:dies", also={"exact_match": 0.1}) as grader:
+        for future in [ask(grader, response) for response in ("sleep", "die", "sleep")]:
+            assert failed(future).problem == "ended its process, status 3"
+        assert failed(ask(grader, "later")).problem == "ended its process, status 3"
+        assert workers() == before
+
+
+def test_the_process_of_rewards_is_small_and_prints(capfd: pytest.CaptureFixture) -> None:
+    with make(name="own_rewards:heavy") as grader:
+        assert graded(ask(grader, "said by a reward")).score == 0.0
+    assert capfd.readouterr() == ("said by a reward\n", "")
 
 
 @pytest.mark.parametrize("name", ["sleeps", "sleeps_awaited"])
@@ -150,12 +200,12 @@ def test_a_reward_that_sleeps_costs_no_more_than_its_longest(name: str) -> None:
     assert asked < 10 and 2 <= took < 10
 
 
-def test_concurrency_bounds_the_calls() -> None:
+@pytest.mark.parametrize("in_process", [False, True])
+def test_concurrency_bounds_the_calls(in_process: bool) -> None:
     own_rewards.places.update(now=0, most=0)
-    with make(name="own_rewards:sleeps", concurrency=3) as grader:
-        for future in [ask(grader, "0.05") for _ in range(12)]:
-            graded(future)
-    assert own_rewards.places == {"now": 0, "most": 3}
+    with make(name="own_rewards:at_a_time", concurrency=3, in_process=in_process) as grader:
+        assert max(graded(future).score for future in [ask(grader, "0.05") for _ in range(12)]) == 3
+    assert own_rewards.places == {"now": 0, "most": 3 * in_process}
 
 
 def test_grades_come_to_whoever_asks_from_any_thread() -> None:

@@ -20,6 +20,7 @@ from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
 from megatron_fspo.rollout.client.server import Server, ServerLost
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.rollout.sampling import sample, turn_seed, uniforms
+from megatron_fspo.rollout.trajectory import Trajectory
 from megatron_fspo.trainer.rollout import COLUMNS, describe
 from megatron_fspo.types import Completion, Prompt, Reply, SamplingParams, VersionSpan
 
@@ -54,7 +55,7 @@ class Echo:
 def alone(prompt: Prompt, number: int, params: SamplingParams, version: int = 0) -> Completion:
     """One trajectory, token by token, with nothing beside it."""
     environment: Any = params.environment
-    model, ids, log_probs, written = Markov(), list(prompt.token_ids), [], []
+    model, ids, log_probs, mask = Markov(), list(prompt.token_ids), [], []
     draws = iter(uniforms(params.seed, prompt.index, number, params.max_tokens))
     start = first = len(ids)
     row, row_starts = 0, []
@@ -69,7 +70,7 @@ def alone(prompt: Prompt, number: int, params: SamplingParams, version: int = 0)
             ids.append(int(token))
             log_probs.append(log_prob.item())
         turns.append(ids[first:])
-        written.append(range(first - start, len(ids) - start))
+        mask += [1] * len(turns[-1])
         if ids[-1] != STOP:
             finish = "length"
             break
@@ -88,11 +89,12 @@ def alone(prompt: Prompt, number: int, params: SamplingParams, version: int = 0)
             row_starts.append(row - start)
         ids += reply.token_ids
         log_probs += [0.0] * len(reply.token_ids)
+        mask += [0] * len(reply.token_ids)
         first = len(ids)
     return Completion(
         token_ids=ids[start:],
         log_probs=log_probs,
-        written=tuple(written),
+        loss_mask=mask,
         row_starts=tuple(row_starts),
         finish_reason=finish,  # type: ignore[arg-type]
         weight_version=version,
@@ -111,16 +113,16 @@ def test_a_batch_of_trajectories_is_each_alone(max_batch: int, turn_tokens: int 
     got = EmbeddedEngine(Markov(), max_batch=max_batch).submit(PROMPTS, params)()
     assert got == [[alone(prompt, number, params) for number in range(6)] for prompt in PROMPTS]
     flat = list(chain(*got))
-    assert {len(one.written) for one in flat} == set(range(1, min(turns, 3) + 1))
+    assert {len(one.turns) for one in flat} == set(range(1, min(turns, 3) + 1))
     assert {one.finish_reason for one in flat} == {"stop", "length"}
     assert any(one.failures for one in flat) and any(one.length < len(one.token_ids) for one in flat)
     assert turns == 2 or {one.reward for one in flat} > {None}
     assert all(one.reward is None for one in flat if one.finish_reason == "length")
     for one in flat:
-        assert all(one.log_probs[i] == 0 for i, kind in enumerate(one.kinds) if not kind)
+        assert all(one.log_probs[i] == 0 for i, own in enumerate(one.loss_mask) if not own)
         row = dict(zip(COLUMNS, describe(one, 0), strict=False))
-        assert (row["lengths"], row["response_lengths"]) == (sum(one.kinds), len(one.token_ids))
-        assert (row["turns"], row["failures"]) == (len(one.written), one.failures)
+        assert (row["lengths"], row["response_lengths"]) == (sum(one.loss_mask), len(one.token_ids))
+        assert (row["turns"], row["failures"]) == (len(one.turns), one.failures)
 
 
 def test_without_a_reply_a_trajectory_is_one_turn() -> None:
@@ -129,7 +131,7 @@ def test_without_a_reply_a_trajectory_is_one_turn() -> None:
     plain = EmbeddedEngine(Markov(), max_batch=100).submit(PROMPTS, PARAMS)()
     for some, others in zip(got, plain, strict=True):
         assert [list(c.token_ids) for c in some] == [list(c.token_ids) for c in others]
-        assert [c.written for c in others] == [(range(len(c.token_ids)),) for c in others]
+        assert [c.turns for c in others] == [(range(len(c.token_ids)),) for c in others]
 
 
 @pytest.mark.parametrize("max_batch", [1, 4, 100])
@@ -206,7 +208,7 @@ def test_servers_take_turns_and_only_a_lost_turn_is_asked_again(
 
     completions = asyncio.run(run())
     sent = [(*request, server.url) for server in servers for request in server.requests]
-    assert {len(one.written) for one in completions} == {1, 2, 3}
+    assert {len(one.turns) for one in completions} == {1, 2, 3}
     assert any(one.row_starts for one in completions)
     for number, one in enumerate(completions):
         request = CompletionRequest.of(
@@ -214,7 +216,7 @@ def test_servers_take_turns_and_only_a_lost_turn_is_asked_again(
         )
         ids = (1, 2, 3, *one.token_ids)
         at = set()
-        for turn, span in enumerate(one.written):
+        for turn, span in enumerate(one.turns):
             # The whole context as it stands, what is left of the tokens, and a stream of its own.
             row = max((3 + start for start in one.row_starts if start < span.start), default=0)
             asked = (ids[row : 3 + span.start], 20 - span.start, turn_seed(request.seed, turn))
@@ -261,23 +263,34 @@ def test_versions_count_what_the_policy_wrote() -> None:
     one = Completion(
         token_ids=range(10),
         log_probs=[0.0] * 10,
-        written=(range(3), range(5, 6), range(8, 10)),
+        loss_mask=[1, 1, 1, 0, 0, 1, 0, 0, 1, 1],
         finish_reason="stop",
         weight_version=2,
         version_spans=(VersionSpan(version=2, start=0, end=5), VersionSpan(version=7, start=5, end=10)),
     )
     row = dict(zip(COLUMNS, describe(one, 0), strict=False))
     assert row["version_tokens"] == 3 * 2 + 3 * 7 and row["last_start"] == 5 and row["turns"] == 3
-    assert one.length == 6 and list(one.kinds) == [1, 1, 1, 0, 0, 1, 0, 0, 1, 1]
+    assert one.length == 6 and one.turns == (range(3), range(5, 6), range(8, 10))
 
 
-@pytest.mark.parametrize("written", [(range(4),), (range(2, 3), range(1, 2)), (range(-1, 2),)])
-def test_turns_lie_within_the_response_in_order(written: tuple[range, ...]) -> None:
-    with pytest.raises(ValueError, match="written = "):
+def test_a_turn_ends_where_nothing_is_inserted_after_it() -> None:
+    trajectory = Trajectory(PROMPTS[0], replace(PARAMS, environment=Echo(), turns=4))
+    for ids, reply in (((1, STOP), ()), ((2, STOP), (3,)), ((1, 1, STOP), ()), ((STOP,), None)):
+        part = Completion(token_ids=ids, log_probs=[-1.0] * len(ids), finish_reason="stop", weight_version=0)
+        assert trajectory.add(part)
+        trajectory.take(Reply(token_ids=reply))
+    one = trajectory.completion()
+    assert list(one.loss_mask) == [1, 1, 1, 1, 0, 1, 1, 1, 1]
+    assert one.turns == (range(2), range(2, 4), range(5, 8), range(8, 9))
+
+
+@pytest.mark.parametrize("mask", [(1, 1), (1, 1, 1, 1), (0, 2, 1), (1, -1, 1)])
+def test_a_loss_mask_is_0_or_1_for_each_token(mask: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="loss_mask = "):
         Completion(
             token_ids=range(3),
             log_probs=torch.zeros(3).tolist(),
-            written=written,
+            loss_mask=mask,
             finish_reason="stop",
             weight_version=0,
         )

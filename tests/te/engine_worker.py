@@ -86,7 +86,7 @@ def check_sharing(checkpoint: Path) -> float:
         packs = packs_of(samples, [range(4)], share_prompts=share, multiple_of=2)
         (batch,), (scores,) = packs.on_host, policy.score(packs, scoring)
         assert bool(batch.prefixes) == share
-        found.append(torch.cat([scores[batch.mask & (batch.segment == number)] for number in range(4)]))
+        found.append(torch.cat([scores[batch.loss_mask & (batch.segment == number)] for number in range(4)]))
     return (found[0] - found[1]).abs().max().item()
 
 

@@ -56,7 +56,9 @@ def _read_early(batch: MicroBatch, terms: Any) -> object:
 
 
 def host_mask() -> Any:
-    return _in_loss(lambda batch, terms: batch.mask & torch.ones(batch.mask.shape, dtype=torch.bool))
+    return _in_loss(
+        lambda batch, terms: batch.loss_mask & torch.ones(batch.loss_mask.shape, dtype=torch.bool)
+    )
 
 
 def item() -> Any:
@@ -68,7 +70,7 @@ def row_by_row() -> Any:
 
 
 def pageable_copy() -> Any:
-    return _in_loss(lambda batch, terms: torch.zeros(64).to(batch.mask.device))
+    return _in_loss(lambda batch, terms: torch.zeros(64).to(batch.loss_mask.device))
 
 
 def all_reduce() -> Any:
@@ -106,4 +108,4 @@ def short_rows() -> Any:
 
 
 def nonzero() -> Any:
-    return _in_loss(lambda batch, terms: batch.mask.nonzero())
+    return _in_loss(lambda batch, terms: batch.loss_mask.nonzero())

@@ -94,7 +94,7 @@ class Situation:
         first = len(samples[0].prompt.token_ids) - 1
         sampled = [
             log_probs
-            + noise * torch.randn(batch.mask.shape, generator=generator)
+            + noise * torch.randn(batch.loss_mask.shape, generator=generator)
             + 5.0 * spoilt * (batch.position_ids[0] == first)
             for batch, log_probs in zip(batches, sampled, strict=True)
         ]

@@ -77,7 +77,7 @@ def rollout_and_completions(policy: Policy) -> tuple[Rollout, list[Completion]]:
         completion = Completion(
             token_ids=(*tokens[:half], *(5, 6, 7)[:more], *tokens[half:]),
             log_probs=(*log_probs[:half], *[0.0] * more, *log_probs[half:]),
-            written=(range(half), range(half + more, length + more)),
+            loss_mask=[1] * half + [0] * more + [1] * (length - half),
             finish_reason="length",
             weight_version=0,
         )
@@ -245,8 +245,8 @@ def routes_of_packs(policy: Policy) -> list[int]:
             ):
                 number = index[owner]
                 label = place + 1 - len(rollout.prompts[number // SAMPLES].token_ids)
-                after = completions[number].kinds[label:][:1] if number >= 0 <= label else []
-                counts[2] += bool(batch.mask[token]) != any(after)
+                after = completions[number].loss_mask[label:][:1] if number >= 0 <= label else []
+                counts[2] += bool(batch.loss_mask[token]) != any(after)
                 known = number in told and place < len(sent[number])
                 want = sent[number][place, layers] if known else torch.full((len(layers), 2), NO_ROUTE)
                 right = torch.equal(batch.routes[token].long(), want.long())

@@ -66,9 +66,9 @@ def packed(
     batches = packs_of(samples, packs)
     scores = []
     for batch in batches:
-        score = torch.full(batch.mask.shape, math.nan, dtype=torch.float64)
+        score = torch.full(batch.loss_mask.shape, math.nan, dtype=torch.float64)
         for number, index in enumerate(batch.sample_index.tolist()):
-            here = batch.mask & (batch.segment == number)
+            here = batch.loss_mask & (batch.segment == number)
             score[here] = batch.sampled_log_probs[here] + deltas[index]
         scores.append(score)
     return batches.with_columns(old_log_probs=scores)

@@ -68,7 +68,7 @@ class Fault:
 
     def spoil(self, batch: MicroBatch, gpt: Any, out: Any) -> Any:
         rows = [row for row, n in enumerate(batch.sample_index.tolist()) if n in self.samples]
-        here = torch.isin(batch.segment, torch.tensor(rows)) & batch.mask
+        here = torch.isin(batch.segment, torch.tensor(rows)) & batch.loss_mask
         if gpt.config.sequence_parallel:
             tp = gpt.pg_collection.tp
             here = here.chunk(tp.size())[tp.rank()]
@@ -154,7 +154,7 @@ def scoring_with_a_fault(situation: Situation) -> dict[str, Any]:
     broken, moved = [], []
     for batch, score, wanted in zip(packs, scores, right, strict=True):
         for row, number in enumerate(batch.sample_index.tolist()):
-            here = batch.mask & (batch.segment == row)
+            here = batch.loss_mask & (batch.segment == row)
             broken += [number] if not score[here].isfinite().all() else []
             moved += [number] if not torch.equal(score[here], wanted[here]) else []
     largest = max(len(batch.sample_index) for batch in packs)

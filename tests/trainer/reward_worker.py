@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from megatron_fspo.cli import main
 from megatron_fspo.rewards.make_sum import make_sum
 from megatron_fspo.types import Completion, Prompt
 
@@ -68,8 +68,15 @@ async def sleeps_awaited(prompt: Prompt, completion: Completion, response: str) 
 
 async def blocks_the_loop(prompt: Prompt, completion: Completion, response: str) -> None:
     """An async one that must not."""
-    time.sleep(2)
+    time.sleep(3600)
+
+
+def holds_the_gil(*_: object) -> None:
+    """One that computes without end in C."""
+    re.match("(a+)+$", "a" * 64 + "b")
 
 
 if __name__ == "__main__":
+    from megatron_fspo.cli import main  # not above: the process of rewards starts fast
+
     sys.exit(main(["train", *sys.argv[1:]]))

@@ -81,16 +81,22 @@ def test_a_band_inside_the_noise_is_refused_unless_the_key_allows_it(file: str) 
 
 
 def test_the_drift_of_the_sampler_is_the_centre_of_the_band_where_s_starts_from_it(file: str) -> None:
-    for words in (SAMPLED, ["--loss.noise", "some.json"]):
-        with pytest.raises(InputError, match=r"loss\.drift = measured needs"):
-            config("--loss.drift", "measured", *words)
-    run = config(*wide(file, *SAMPLED, "--loss.drift", "measured"))
+    run = config(*wide(file, *SAMPLED))
     noise = noise_of_run(run)
     assert noise is not None and noise.drift == pytest.approx(DRIFT["sampler"], rel=0.7)
-    assert run.loss.start(noise, longest=1000).objective() == SequenceLevel(
+    state = run.loss.start(noise, longest=10_000)
+    assert state.objective() == SequenceLevel(
         band=FSPOBand(c_low=0.2, c_high=0.2, drift=noise.drift),
         dual_clip=LengthFairDualClip(c=0.4, drift=noise.drift),
     )
+    assert run.loss.start(noise, longest=30).objective().band.drift == 0  # type: ignore[attr-defined]
+    lengths = torch.tensor([10_000.0]).repeat(64)
+    spread = torch.linspace(-1, 1, 64) * lengths.sqrt()
+    for _ in range(2):
+        state.observe(0.01 * noise.spread * spread, lengths, update=1, sigma=0.1, warm=True)
+    assert state.metrics()["fspo/drift"] == noise.drift  # updates have added nothing
+    own = run.loss.start(noise_of_run(config(*wide(file))), longest=10_000)
+    assert own.metrics()["fspo/drift"] == 0  # the trainer's own log-probs: S of noise has no such mean
 
 
 def test_todays_clips_are_compared_with_those_of_noise(file: str) -> None:

@@ -74,6 +74,20 @@ def test_rates_by_hand() -> None:
     assert {name: metrics[name] for name in by_hand} == pytest.approx(by_hand)
 
 
+def test_sides_and_weights_by_length() -> None:
+    weights = [0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 2.0, 1.0, 2.0, 1.0]
+    records = [
+        replace(one, ratio=weight, below=one.out_of_band and one.log_ratio_sum < 0)
+        for one, weight in zip([*SHORT, *LONG], weights, strict=True)
+    ]
+    metrics = clip_metrics([*records, *DROPPED], samples=1, seed=1)
+    by_hand = {
+        **{"fspo/below/bin_0": 1 / 4, "fspo/above/bin_0": 2 / 4, "fspo/ess/bin_0": 1 / 3},
+        **{"fspo/below/bin_1": 1 / 6, "fspo/above/bin_1": 0.0, "fspo/ess/bin_1": 6**2 / (5 * 10)},
+    }
+    assert {name: metrics[name] for name in by_hand} == pytest.approx(by_hand)
+
+
 def test_what_was_dropped_or_is_empty_counts_nowhere() -> None:
     assert clip_metrics([*SHORT, *DROPPED, *LONG], samples=1, seed=1) == clip_metrics(
         [*SHORT, *LONG], samples=1, seed=1
@@ -157,7 +171,7 @@ def test_tokens_of_context_ranks_make_whole_responses(tmp_path: Path) -> None:
     dump = read_dump(tmp_path / "run/tokens", {}, step=7)
     assert dump.lengths.tolist() == [3, 9] and dump.updates.tolist() == [3, 3] and dump.clusters_count == 2
     assert dump.log_ratio is not None and dump.old_log_probs is not None
-    want = [drawn[n][:, whole.position_ids[0][(whole.segment == n) & whole.mask]] for n in (0, 2)]
+    want = [drawn[n][:, whole.position_ids[0][(whole.segment == n) & whole.loss_mask]] for n in (0, 2)]
     for column, found in ((0, dump.log_ratio), (1, dump.old_log_probs + 1)):
         wanted = torch.cat([part[column] for part in want])
         torch.testing.assert_close(found.float(), wanted, atol=1e-6, rtol=0)
@@ -188,9 +202,9 @@ def test_records_say_how_much_of_s_is_at_flipped_tokens() -> None:
     )
     recorder = Recorder(1)
     log_ratio = torch.full(batch.labels.shape, math.nan)
-    log_ratio[batch.mask] = torch.tensor([0.5, 0.25, 0.0, -1.0, 2.0])
-    flipped = torch.ones_like(batch.mask)
-    flipped[batch.mask] = torch.tensor([True, False, True, False, True])
+    log_ratio[batch.loss_mask] = torch.tensor([0.5, 0.25, 0.0, -1.0, 2.0])
+    flipped = torch.ones_like(batch.loss_mask)
+    flipped[batch.loss_mask] = torch.tensor([True, False, True, False, True])
     recorder(batch, terms, log_ratio)
     one, two = recorder.records(rank=0, flipped=[flipped], group=ALONE)
     assert (one.flipped, one.flipped_log_ratio_sum) == (2, 0.5)

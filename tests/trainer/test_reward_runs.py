@@ -17,7 +17,7 @@ from megatron_fspo.config import Reward
 from megatron_fspo.errors import RewardError
 from megatron_fspo.parallel.control import Control, Timeouts
 from megatron_fspo.rewards import Failure, Grade, Grader
-from megatron_fspo.trainer.sampling import _awaited, _watch, raise_first
+from megatron_fspo.trainer.sampling import _awaited, raise_first
 from megatron_fspo.types import Completion, Prompt
 from runs import numbers, rows, train_words
 from test_log import logged
@@ -72,7 +72,9 @@ def test_a_reward_that_loops_on_one_rank_ends_all_with_its_prompt(tmp_path: Path
     assert failed.returncode == 1
     (line,) = failed.stderr.splitlines()
     found = json.loads((tmp_path / "run/reward_error.json").read_text())
-    assert "step 2" in line and "4 s (parallel.wait_seconds)" in line and f"({WORKER}:" in line
+    assert (
+        "step 2" in line and "4 s (parallel.wait_seconds)" in line and f"; calls stand at {WORKER}:" in line
+    )
     assert f"on prompt {found['prompt_index']}, response {found['sample']}" in line
     assert [x.name for x in (tmp_path / "run/checkpoints").iterdir()] == ["step_000001"]
 
@@ -81,11 +83,12 @@ def awaited(
     reward: Reward, wait: float, *, stop_after: float | None = None, stops: bool = True
 ) -> tuple[dict[int, Grade], dict[int, Failure | None], float]:
     """What comes of a right and then two wrong responses, and the seconds."""
-    control = Control(Timeouts(wait=wait))
-    began = time.monotonic()
+    control, end = Control(Timeouts(wait=wait)), time.monotonic() + 30
     with Grader(reward, max_response_tokens=10) as grader:
-        threading.Thread(target=_watch, args=(grader, control), daemon=True).start()
         pending = {i: grader.submit(prompt("5", index=40 + i), STOPPED, "5" * (i + 1)) for i in range(3)}
+        while not grader.standing() and time.monotonic() < end:
+            time.sleep(0.1)  # its process starts
+        began = time.monotonic()
         if stop_after is not None:
             threading.Timer(stop_after, control.request_stop).start()
         verdicts, failures = _awaited(pending, control, None, stops=stops)
@@ -97,9 +100,22 @@ def test_a_verdict_that_never_comes_is_a_failure_with_its_prompt(name: str) -> N
     verdicts, failures, seconds = awaited(Reward(name=f"reward_worker:{name}"), 0.3)
     ((number, failure),) = failures.items()
     assert not verdicts and failure is not None and failure.prompt.index == 40 + number
-    assert failure.problem.startswith("gave no grade in 0.3 s (parallel.wait_seconds)")
-    assert failure.interrupted == (name == "loops_always")
+    line = f"gave no grade in 0.3 s (parallel.wait_seconds); calls stand at {WORKER}:"
+    assert failure.problem.startswith(line) and failure.problem.removeprefix(line).isdecimal()
     assert seconds < 4
+
+
+def test_the_stacks_are_printed_if_a_call_holds_the_gil(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("megatron_fspo.rewards.process.STANDING_SECONDS", 5.0)
+    with Grader(Reward(name="reward_worker:holds_the_gil"), max_response_tokens=10) as grader:
+        pending = {0: grader.submit(prompt("5", index=40), STOPPED, "5")}
+        _, failures = _awaited(pending, Control(Timeouts(wait=0.3)), None, stops=True)
+        began = time.monotonic()
+    assert failures[0] is not None and failures[0].problem.endswith("0.3 s (parallel.wait_seconds)")
+    assert f'{WORKER}", line' in capfd.readouterr().err
+    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("name", ["sleeps", "loops_always"])

@@ -62,7 +62,7 @@ def corrected(
     if broken is not None:
         sampled = [batch.sampled_log_probs.clone() for batch in batches]
         for batch, log_probs in zip(batches, sampled, strict=True):
-            log_probs[(batch.mask & (batch.sample_index == 1)[batch.segment]).nonzero()[3]] = broken
+            log_probs[(batch.loss_mask & (batch.sample_index == 1)[batch.segment]).nonzero()[3]] = broken
         batches = batches.with_columns(sampled_log_probs=sampled)
     return correct(correction, batches, measure(batches, len(samples), group=ALONE), groups=GROUPS)
 
@@ -74,9 +74,9 @@ def test_every_token_gets_the_weight_of_its_rule_in_every_split(name: str, packs
     batches, metrics = corrected(correction, packs)
     for batch in batches:
         assert batch.rollout_weights is not None
-        assert (batch.rollout_weights[~batch.mask] == 0).all()
+        assert (batch.rollout_weights[~batch.loss_mask] == 0).all()
         for number, index in enumerate(batch.sample_index.tolist()):
-            here = batch.mask & (batch.segment == number)
+            here = batch.loss_mask & (batch.segment == number)
             want = weight(index).double().expand(LENGTHS[index])
             assert torch.allclose(batch.rollout_weights[here], want, atol=1e-7)
     assert metrics == pytest.approx(corrected(correction, PACKS[0])[1], rel=1e-12)
@@ -202,8 +202,8 @@ class Loss:
 
     def __init__(self, objective: PolicyObjective, batch: MicroBatch, **coefficients: float) -> None:
         assert batch.old_log_probs is not None
-        scores = torch.full(batch.mask.shape, -1.4, dtype=torch.float64)
-        old = torch.where(batch.old_log_probs.isfinite() | ~batch.mask, -1.41, batch.old_log_probs)
+        scores = torch.full(batch.loss_mask.shape, -1.4, dtype=torch.float64)
+        old = torch.where(batch.old_log_probs.isfinite() | ~batch.loss_mask, -1.41, batch.old_log_probs)
         batch = replace(batch, old_log_probs=old, reference_log_probs=scores - 0.3)
         scoring: Any = GivenScores(scores)
         recorder = Recorder(1)
@@ -233,10 +233,10 @@ def test_the_policy_gradient_is_weighted_and_nothing_else(name: str, objective: 
     (batch,), _ = corrected(WEIGHTS[name][0], PACKS[0])
     assert batch.rollout_weights is not None
     # What is outside the mask must not matter.
-    batch = replace(batch, rollout_weights=torch.where(batch.mask, batch.rollout_weights, math.nan))
+    batch = replace(batch, rollout_weights=torch.where(batch.loss_mask, batch.rollout_weights, math.nan))
     plain = replace(batch, rollout_weights=None)
     alone, weighted = Loss(objective, plain), Loss(objective, batch)
-    here = batch.mask
+    here = batch.loss_mask
     assert torch.allclose(weighted.gradient[here], (alone.gradient * batch.rollout_weights)[here], atol=1e-12)
     assert (weighted.gradient[~here] == 0).all() and not torch.equal(weighted.gradient, alone.gradient)
     # S, clips, the reported loss and every other metric are those without the correction.

@@ -198,14 +198,14 @@ def prompt_in_mask(real: Any, sequences: Any, rows: Sequence[int], *rest: Any) -
     """Prompt tokens count as response tokens"""
     batch = real(sequences, rows, *rest)
     prompts = torch.tensor([*sequences.prompt_lengths[[*rows]].tolist(), 0])[batch.segment]
-    mask = batch.mask | (batch.position_ids[0] < prompts - 1)
-    return replace(batch, mask=mask, rows=mask.nonzero()[:, 0])
+    mask = batch.loss_mask | (batch.position_ids[0] < prompts - 1)
+    return replace(batch, loss_mask=mask, rows=mask.nonzero()[:, 0])
 
 
 @fault(CP, "tokens", *COLLATE)
 def inserted_in_mask(real: Any, sequences: Any, *rest: Any) -> MicroBatch:
     """Tokens that an environment inserted are trained on"""
-    return real(replace(sequences, written=None), *rest)
+    return real(replace(sequences, loss_mask=None), *rest)
 
 
 @fault(CP, "attention", *COLLATE)
@@ -313,4 +313,4 @@ def entropy_over_sequences(real: Any, self: Any, batches: Sequence[MicroBatch], 
 @fault(CP, "mask", policy_loss.PolicyLoss, "_kl_gap", figures="actor/kl_loss", loss="grpo-kl")
 def kl_mask_multiplied(real: Any, self: Any, batch: MicroBatch, log_probs: Tensor) -> Tensor:
     """KL multiplies by the mask, with NaN reference log-probs outside it"""
-    return (log_probs - batch.reference_log_probs) * batch.mask
+    return (log_probs - batch.reference_log_probs) * batch.loss_mask

@@ -84,7 +84,7 @@ def refer(loss: PolicyLossConfig, *, clipped: bool = False) -> Reference:
         advantages=tuple(sample.advantage for sample in SAMPLES),
         log_probs=rows,
         entropies=tuple(row * 0 for row in rows),
-        turns=tuple(tuple(len(turn) for turn in one.completion.written if turn) for one in SAMPLES),
+        turns=tuple(tuple(len(turn) for turn in one.completion.turns if turn) for one in SAMPLES),
     )
     return reference(
         scores,

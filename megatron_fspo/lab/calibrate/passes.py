@@ -196,10 +196,10 @@ class _Passes:
 
     def _sums(self, values: Tensor, packs: Packs) -> Tensor:
         """[k, n] over the response tokens of each response, of [k, T]."""
-        parts = iter(torch.split(values, [batch.mask.numel() for batch in packs.on_host], dim=1))
+        parts = iter(torch.split(values, [batch.loss_mask.numel() for batch in packs.on_host], dim=1))
 
         def masked(batch: MicroBatch) -> Tensor:
-            return torch.where(batch.mask, next(parts), 0.0)
+            return torch.where(batch.loss_mask, next(parts), 0.0)
 
         group = self._run.groups.dp_cp
         return per_sample(packs, masked, len(values), len(self._rollout), group=group).cpu()

@@ -33,6 +33,10 @@ class LengthFigures:
     out_of_band: float
     clipped: float
     """Share of those with A ≠ 0; NaN where there are none."""
+    clipped_falling: float
+    """Of those with A < 0."""
+    clipped_rising: float
+    """Of those with A > 0."""
     noise: float
     """Share that noise alone puts out of band."""
     ess: float
@@ -200,6 +204,8 @@ def _of_loss(
             LengthFigures(
                 out_of_band=_mean(decided.outside[counts & here]),
                 clipped=_mean(clipped[judged & here]),
+                clipped_falling=_mean(clipped[judged & here & (dump.advantages < 0)]),
+                clipped_rising=_mean(clipped[judged & here & (dump.advantages > 0)]),
                 noise=_mean(noisy[here]),
                 ess=decided.effective_sample_size(judged & here),
                 mass=(decided.mass[here].sum() / decided.mass.sum()).item(),

@@ -184,7 +184,7 @@ def _inputs(
     return LossInputs(
         log_probs=log_ratio if old_log_probs is None else old_log_probs + log_ratio,
         log_ratio=log_ratio,
-        mask=torch.ones_like(segment, dtype=torch.bool),
+        loss_mask=torch.ones_like(segment, dtype=torch.bool),
         segment=segment,
         sequence_sums=sequence_sums,
         prefix_sums=partial(_prefix_sums, lengths=lengths),

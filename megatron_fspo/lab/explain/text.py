@@ -105,6 +105,12 @@ def bins_table(explanation: Explanation, losses: Sequence[OfLoss]) -> Table:
     return by_column(
         {"tokens": spans, "responses": [percent(one.share) for one in bins]}
         | {f"outside {loss.name}": [percent(x.out_of_band) for x in loss.by_length] for loss in losses}
+        | {
+            f"clipped {loss.name}, A < 0 and > 0": [
+                f"{percent(x.clipped_falling)}, {percent(x.clipped_rising)}" for x in loss.by_length
+            ]
+            for loss in losses
+        }
         | {f"ESS {loss.name}": [number(x.ess) for x in loss.by_length] for loss in losses}
         | {f"mass {loss.name}": [percent(x.mass) for x in loss.by_length] for loss in losses}
         | flips

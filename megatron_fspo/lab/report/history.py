@@ -198,6 +198,12 @@ class BinRates:
     """Records with A ≠ 0: the others can never be clipped."""
     clipped: float
     """Share of ``judged`` that a clip removed; NaN if there are none."""
+    falling: int
+    """Records with A < 0."""
+    clipped_falling: float
+    rising: int
+    """Records with A > 0."""
+    clipped_rising: float
     ess: float
     """Effective sample size of the importance weights, as a share of ``judged``; NaN where tokens have their
     own."""
@@ -211,14 +217,19 @@ def clip_rates(records: Records, by: str = "length", num_bins: int = 8) -> list[
 
 def overall_rates(records: Records, by: str = "length") -> BinRates:
     """Clip rates of all records; there must be some."""
-    judged = records.advantage != 0
+    falling, rising = records.advantage < 0, records.advantage > 0
+    judged, clipped = falling | rising, records.clipped.astype(np.float64)
     return BinRates(
         low=int(getattr(records, by).min()),
         high=int(getattr(records, by).max()),
         records=len(records),
         out_of_band=float(records.out_of_band.mean()),
         judged=int(judged.sum()),
-        clipped=_mean(records.clipped[judged].astype(np.float64)),
+        clipped=_mean(clipped[judged]),
+        falling=int(falling.sum()),
+        clipped_falling=_mean(clipped[falling]),
+        rising=int(rising.sum()),
+        clipped_rising=_mean(clipped[rising]),
         ess=effective_sample_size(torch.from_numpy(records.ratio[judged])) if judged.any() else math.nan,
     )
 

@@ -67,11 +67,12 @@ def response_length(figure: Figure, mean: Series, low: Series, high: Series, cut
 
 @picture(4.6, 2.9)
 def rates_by(figure: Figure, bins: Sequence[BinRates], overall: BinRates, x_label: str) -> None:
-    """Draw both clip rates per bin with 95% intervals, and of all records as lines."""
+    """Draw the clip rates per bin with 95% intervals, and of all records as lines."""
     axes = figure.subplots()
     for shift, share, of, colour, marker, label in (
-        (-0.1, "out_of_band", "records", BLUE, "o", "outside"),
-        (0.1, "clipped", "judged", ORANGE, "s", "clipped, of those with A ≠ 0"),
+        (-0.15, "out_of_band", "records", BLUE, "o", "outside"),
+        (0.0, "clipped_falling", "falling", ORANGE, "s", "clipped, of those with A < 0"),
+        (0.15, "clipped_rising", "rising", GREEN, "^", "clipped, of those with A > 0"),
     ):
         if kept := [(at + shift, one) for at, one in enumerate(bins) if getattr(one, of)]:
             y, reach = _with_reach([wilson_interval(getattr(b, share), getattr(b, of)) for _, b in kept])

@@ -119,7 +119,7 @@ class Model:
         pipeline = scoring.groups.pp
         if pipeline.size() == 1:
             return scores
-        sizes = [batch.mask.numel() for batch in micro_batches]
+        sizes = [batch.loss_mask.numel() for batch in micro_batches]
         last = dist.get_process_group_ranks(pipeline)[-1]
         if dist.get_rank() == last:
             flat = torch.cat(scores)

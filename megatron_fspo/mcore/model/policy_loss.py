@@ -147,12 +147,12 @@ class PolicyLoss:
         old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
         # Subtract before summing: sums of thousands of log-probs would cancel.
         log_ratio = log_probs.detach() - old
-        where: dict[str, Any] = {"mask": batch.mask, "group": self.scoring.groups.cp}
+        where: dict[str, Any] = {"mask": batch.loss_mask, "group": self.scoring.groups.cp}
         terms = self.objective(
             LossInputs(
                 log_probs=log_probs.detach(),
                 log_ratio=log_ratio,
-                mask=batch.mask,
+                loss_mask=batch.loss_mask,
                 segment=batch.segment,
                 sequence_sums=partial(
                     sequence_sums, segment=batch.segment, num_segments=batch.lengths.numel(), **where
@@ -186,10 +186,10 @@ class PolicyLoss:
         weight = weight - self.kl_coef * per_token * kl_gap
         objective = torch.where(weight != 0, weight * log_probs, 0.0).sum()
         if self.entropy_coef:
-            scored = batch.mask & torch.isfinite(entropy.detach())
+            scored = batch.loss_mask & torch.isfinite(entropy.detach())
             objective = objective + self.entropy_coef * per_token * torch.where(scored, entropy, 0.0).sum()
         loss = megatron_loss(objective, batch.totals)
-        return loss, batch.mask.sum().int(), _metrics(batch, log_ratio, entropy.detach(), kl_gap, terms)
+        return loss, batch.loss_mask.sum().int(), _metrics(batch, log_ratio, entropy.detach(), kl_gap, terms)
 
     def _kl_gap(self, batch: MicroBatch, log_probs: Tensor) -> Tensor:
         """[t] log π - log π_ref, also the derivative of the k2 term; 0 outside the mask or if not finite."""
@@ -197,14 +197,14 @@ class PolicyLoss:
             return torch.zeros_like(log_probs)
         assert batch.reference_log_probs is not None, "kl_coef > 0 needs reference_log_probs"
         gap = log_probs - batch.reference_log_probs
-        return torch.where(batch.mask & torch.isfinite(gap), gap, 0.0)
+        return torch.where(batch.loss_mask & torch.isfinite(gap), gap, 0.0)
 
 
 def _metrics(
     batch: MicroBatch, log_ratio: Tensor, entropy: Tensor, kl_gap: Tensor, terms: LossTerms
 ) -> dict[str, Tensor]:
     """Return per-token metrics and the objective; per-sequence metrics come from the observer's records."""
-    kept = batch.mask & torch.isfinite(log_ratio) & torch.isfinite(entropy)
+    kept = batch.loss_mask & torch.isfinite(log_ratio) & torch.isfinite(entropy)
     tokens = kept.sum()
     ratio = torch.where(kept, log_ratio, 0.0)
     k3_sum, k3_count = k3_kl(ratio, kept)
@@ -212,7 +212,7 @@ def _metrics(
         # Denominators sum to N over the step, so that the mean is over N sequences in every split.
         "actor/pg_loss": (
             -terms.objective,
-            batch.totals.num_sequences * batch.mask.sum().double() / max(batch.totals.packed_tokens, 1),
+            batch.totals.num_sequences * batch.loss_mask.sum().double() / max(batch.totals.packed_tokens, 1),
         ),
         "actor/entropy": (torch.where(kept, entropy, 0.0).sum(), tokens),
         "actor/ppo_kl": (-ratio.sum(), tokens),

@@ -102,7 +102,7 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]
     ) -> Tensor:
         """Write the report; return ``weights`` [r, E] with the gradient of the losses attached."""
         work = batch.router
-        segment, mask = self._here(batch.segment), self._here(batch.mask)
+        segment, mask = self._here(batch.segment), self._here(batch.loss_mask)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = wide.softmax(-1)
         entropy = -(scores.detach() * wide.detach().log_softmax(-1)).sum(1)

@@ -98,7 +98,7 @@ def score_sequences(
         for batch, on_device in zip(batches.on_host, score_batches(batches), strict=True)
         for values in [on_device.float().cpu()]
         for number, index in enumerate(batch.sample_index.tolist())
-        for here in [batch.mask & (batch.segment == number)]
+        for here in [batch.loss_mask & (batch.segment == number)]
     ]
     everyone = gather_lists(mine, group=groups.dp_cp)
     if dist.get_rank() != 0:

@@ -16,8 +16,8 @@ from megatron_fspo.parallel.groups import exchange
 from megatron_fspo.types import Completion, VersionSpan
 
 _FIELDS = tuple(field.name for field in fields(Completion))
-_RANGE, _TENSOR = 1, 2
-"""Codes of msgpack extensions; those of arrays are their type codes."""
+_TENSOR = 1
+"""Code of msgpack's extension for tensors; those of arrays are their type codes."""
 
 
 def hand_out(shares: Sequence[Sequence[Completion]], *, group: dist.ProcessGroup) -> list[Completion]:
@@ -44,8 +44,6 @@ def _encode(completions: Sequence[Completion]) -> Tensor:
 def _extension(value: Any) -> msgspec.msgpack.Ext:
     if isinstance(value, array):
         return msgspec.msgpack.Ext(ord(value.typecode), value.tobytes())
-    if isinstance(value, range):
-        return msgspec.msgpack.Ext(_RANGE, array("q", [value.start, value.stop]).tobytes())
     return msgspec.msgpack.Ext(_TENSOR, array("q", value.shape).tobytes() + value.numpy().tobytes())
 
 
@@ -63,8 +61,6 @@ def _decode(encoded: Tensor) -> list[Completion]:
 
 
 def _value(code: int, data: memoryview) -> Any:
-    if code == _RANGE:
-        return range(*array("q", bytes(data)))
     if code == _TENSOR:  # of routes: uint8 in three dimensions
         shape = tuple(array("q", bytes(data[:24])))
         return torch.frombuffer(bytearray(data[24:]), dtype=torch.uint8).view(shape)
