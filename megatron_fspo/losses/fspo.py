@@ -348,7 +348,7 @@ class FSPOState(LossState):
         c = (c_low + c_high) / 2
         if self._recent and self._recent[-1][0] != c:
             self._recent.clear()
-        carried = [value for name, value in metrics.items() if name.startswith("fspo/ess/bin_")]
+        carried = [metrics[name] for n in range(8) if (name := f"fspo/ess/bin_{n}") in metrics]
         self._recent.append((c, sigma, clipped, carried[-1] if carried else math.nan))
         if len(self._recent) < WATCHED:
             return {}

@@ -69,7 +69,7 @@ def test_kept_tokens_add_up_to_the_records(folder: Path) -> None:
 def test_c_is_measured_and_changes_slowly(folder: Path) -> None:
     widths = [row["fspo/c_high"] for row in rows(folder, "whole") if row["step"] > 0]
     # Three mini-batches with an S to measure: in the first or the second of these tiny rollouts.
-    assert widths[1] != 0.03 and all(after < 1.201 * before for before, after in pairwise(widths[1:]))
+    assert widths[1] != 0.03 and all(after < 1.5 * before for before, after in pairwise(widths[1:]))
 
 
 def test_transformers_scores_the_export_as_the_trainer_does(folder: Path) -> None:
