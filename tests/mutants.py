@@ -141,12 +141,31 @@ MUTANTS = {
     "a tool's text: the end of a turn twice": Mutant(
         "tuple(ids[1:] if ended", "tuple(ids if ended", "test_text.py",
     ),
+    "drift: the wrong sign": Mutant(
+        "return 0.0 - sigma * sigma / 2.0", "return sigma * sigma / 2.0", "test_length_band.py",
+    ),
+    "drift: that of the last optimizer step for all": Mutant(
+        "if step <= update and len(some) > 1", "if len(some) > 1", "test_length_band.py",
+    ),
+    "drift: it follows a policy that runs away": Mutant(
+        "sigma = min(median_low(self._spreads[max(known)]), (loss.c_low + loss.c_high) / 2)",
+        "sigma = median_low(self._spreads[max(known)])", "test_length_band.py",
+    ),
+    "drift: the mean of S, which is learning": Mutant(
+        "            spread = centred_sigma(log_ratio_sums, lengths)",
+        "            spread = (2 * abs(log_ratio_sums.mean() / lengths.double().mean())).sqrt().item()",
+        "test_length_band.py",
+    ),
+    "calibration: c follows without a limit": Mutant(
+        "self.c = min(max(now, self.steady_c / FARTHEST), self.steady_c * FARTHEST)", "self.c = now",
+        "test_length_band.py",
+    ),
     "agents: children outlive them": Mutant(
-        "if mark in environ.read_bytes()", "if mark == environ.read_bytes()",
+        "if mark.encode() in environ.read_bytes()", "if mark.encode() == environ.read_bytes()",
         "test_agent.py daemon",
     ),
     "agents: the group outlives its leader": Mutant(
-        "        kill_group(process)\n        mark", "        mark", "test_agent.py group",
+        "        kill_group(process)\n        kill_marked", "        kill_marked", "test_agent.py group",
     ),
     "agents: they outlive a killed trainer": Mutant(
         "end_with_parent({os.getpid()}); os.execvp", "os.execvp", "test_agent.py outlives",

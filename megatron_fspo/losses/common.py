@@ -123,11 +123,11 @@ class Loss(Section):
         """Raise ``InputError`` if the band lies inside the noise in S at one of these response lengths, in
         tokens; ``origin`` describes the noise in the message."""
 
-    def unmeasured(self) -> Self:
+    def without_noise(self) -> Self:
         """Return the loss for a run that measures the noise, without keys that need a measurement."""
         return self
 
-    def reported(self, last: Callable[[str], float]) -> Self | None:
+    def from_metrics(self, last: Callable[[str], float]) -> Self | None:
         """Return the loss with the band that a run last logged; None if it logged none. ``last`` returns the
         run's last value of a metric of ``LossState.metrics``, or NaN."""
         return self
@@ -171,7 +171,7 @@ class LossState:
         off-policy sequences of L [N]; ``out_of_band`` is the measured share."""
         return {}
 
-    def doubts(self, metrics: Mapping[str, float], *, warm: bool) -> dict[str, str]:
+    def width_warnings(self, metrics: Mapping[str, float], *, warm: bool) -> dict[str, str]:
         """Return topic → warning about the width of the band, after one more step with these metrics, which
         include the loss's own. ``warm``: see :meth:`observe`; a warm-up is not judged."""
         return {}

@@ -17,7 +17,15 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.losses.common import Definition, Loss, LossState, pessimistic_minimum
 from megatron_fspo.objective import ConstantDualClip, DualClip, FSPOBand, LengthFairDualClip, SequenceLevel
 from megatron_fspo.objective.band import DEFAULT_C, WIDE_C
-from megatron_fspo.objective.calibration import BandCalibrator, centred_sigma, drift_of, fit_exponent
+from megatron_fspo.objective.calibration import (
+    FASTEST,
+    LEAST_DRIFT,
+    BandCalibrator,
+    around_drift,
+    centred_sigma,
+    drift_of,
+    fit_exponent,
+)
 from megatron_fspo.objective.noise import Noise
 from megatron_fspo.section import Share
 
@@ -28,8 +36,6 @@ CLIP_RATE = (0.01, 0.4)
 """A band within both ranges is neither too wide nor too narrow; ours."""
 LEAST_ESS = 0.25
 """Effective sample size of the longest responses, as a share, below which a run warns; ours."""
-LEAST_DRIFT = 0.1
-"""The drift counts if it exceeds this share of the half width at the longest response; ours."""
 
 Width = Annotated[float, Field(gt=0, le=3)]  # a single token's ratio of e^3 = 20
 
@@ -118,7 +124,7 @@ class FSPOLoss(Loss):
             )
         return self
 
-    def moved(
+    def with_band(
         self, *, c_low: float, c_high: float, drift: float | None = None, exponent: float | None = None
     ) -> FSPOLoss:
         """Return the loss with another band; ``c_dual`` scales with ``c_high``, and None leaves a key
@@ -129,12 +135,12 @@ class FSPOLoss(Loss):
         changes |= {} if drift is None else {"drift": "given", "drift_value": drift}
         return self.model_copy(update=changes)
 
-    def centred(self, drift: float) -> FSPOLoss:
-        return self.moved(c_low=self.c_low, c_high=self.c_high, drift=drift)
+    def with_drift(self, drift: float) -> FSPOLoss:
+        return self.with_band(c_low=self.c_low, c_high=self.c_high, drift=drift)
 
     def band(self) -> FSPOBand:
         """Return the band of these keys: without drift if it is to be estimated, and of width √L if the
-        exponent is still to be measured; see :meth:`moved`."""
+        exponent is still to be measured; see :meth:`with_band`."""
         drift = self.drift_value if self.drift == "given" else 0.0
         power = 0.5 if self.exponent == "measured" else self.exponent
         return FSPOBand(c_low=self.c_low, c_high=self.c_high, drift=drift, exponent=power)
@@ -166,7 +172,7 @@ class FSPOLoss(Loss):
         return Definition(objective=objective, clipped=clipped, out_of_band=bool(s != inside))
 
     def scaled(self, factor: float) -> FSPOLoss:
-        wider = self.moved(c_low=factor * self.c_low, c_high=factor * self.c_high)
+        wider = self.with_band(c_low=factor * self.c_low, c_high=factor * self.c_high)
         return wider.model_copy(update={"calibrate": 0})
 
     def fitted(self, log_ratio_sums: Tensor, lengths: Tensor) -> FSPOLoss:
@@ -232,16 +238,15 @@ class FSPOLoss(Loss):
                 f"{self.noise} has the smallest c"
             )
 
-    def unmeasured(self) -> FSPOLoss:
+    def without_noise(self) -> FSPOLoss:
         return self.model_copy(update={"noise": None})
 
-    def reported(self, last: Callable[[str], float]) -> FSPOLoss | None:
+    def from_metrics(self, last: Callable[[str], float]) -> FSPOLoss | None:
         c_low, c_high, drift = map(last, ("fspo/c_low", "fspo/c_high", "fspo/drift"))
         if math.isnan(c_low + c_high + drift):
             return None
-        exponent = last("fspo/exponent")  # the run in docs/gallery did not log it
-        known = None if math.isnan(exponent) else exponent
-        return self.moved(c_low=c_low, c_high=c_high, drift=drift, exponent=known)
+        known = None if math.isnan(exponent := last("fspo/exponent")) else exponent
+        return self.with_band(c_low=c_low, c_high=c_high, drift=drift, exponent=known)
 
 
 class FSPOState(LossState):
@@ -271,23 +276,23 @@ class FSPOState(LossState):
         if self._calibrator is not None and (c := self._calibrator.c) is not None:
             scale = 2 * c / (loss.c_low + loss.c_high)
             exponent = self._calibrator.exponent
-            loss = loss.moved(c_low=scale * loss.c_low, c_high=scale * loss.c_high, exponent=exponent)
+            loss = loss.with_band(c_low=scale * loss.c_low, c_high=scale * loss.c_high, exponent=exponent)
         if loss.drift != "auto":
             return loss
-        loss = loss.centred(0.0)
+        loss = loss.with_drift(0.0)
         if on_policy:
             return loss
         drift, variance = 0.0, 0.0
         if self._noise is not None and self._noise.of_sampler:
             drift, variance = self._noise.drift, self._noise.spread**2
-        # One rollout is not enough: Adam's first updates can be ten times as large as later ones.
+        # Not one rollout: Adam's first updates can be ten times as large as later ones.
         if known := [step for step, some in self._spreads.items() if step <= update and len(some) > 1]:
             sigma = min(median_low(self._spreads[max(known)]), (loss.c_low + loss.c_high) / 2)
             drift += drift_of(math.sqrt(max(sigma**2 - variance, 0.0)))
         length = float(self._seen or self._longest)
         low, high = loss.band().bounds(torch.tensor([length], dtype=torch.float64))
         matters = abs(drift) * length > LEAST_DRIFT * min(-low.item(), high.item())
-        return loss.centred(drift) if matters else loss
+        return loss.with_drift(drift) if matters else loss
 
     def objective(self, *, on_policy: bool = False, update: int = 2**31) -> SequenceLevel:
         return self.section(on_policy=on_policy, update=update).objective()
@@ -297,14 +302,11 @@ class FSPOState(LossState):
     ) -> None:
         if not sigma:  # 0 until an update has moved the policy
             return
-        longest = int(lengths.max())
         if self._loss.drift == "auto":
+            self._seen = max(self._seen, int(lengths.max()))
             spread = centred_sigma(log_ratio_sums, lengths)
-            self._seen = max(self._seen, longest)
             self._spreads[update] = [*self._spreads.get(update, []), spread][-WATCHED:]
-            # The same limit as for the band, with a half width of 2σ̂√L.
-            if spread * math.sqrt(longest) > 4 * LEAST_DRIFT:
-                log_ratio_sums = log_ratio_sums - drift_of(spread) * lengths
+            log_ratio_sums = around_drift(log_ratio_sums, lengths)
         if warm and self._calibrator is not None:
             self._calibrator.observe(log_ratio_sums, lengths)
 
@@ -340,16 +342,16 @@ class FSPOState(LossState):
         share = min(1.0, rate / out_of_band) if out_of_band else math.nan
         return {"fspo/noise_clip_rate": rate, "fspo/noise_clip_share": share}
 
-    def doubts(self, metrics: Mapping[str, float], *, warm: bool) -> dict[str, str]:
+    def width_warnings(self, metrics: Mapping[str, float], *, warm: bool) -> dict[str, str]:
         names = ("fspo/c_low", "fspo/c_high", "fspo/sigma_hat", "actor/pg_clipfrac")
         if not warm or not all(name in metrics for name in names) or not metrics["fspo/sigma_hat"] > 0:
             return {}
         c_low, c_high, sigma, clipped = (metrics[name] for name in names)
         c = (c_low + c_high) / 2
-        if self._recent and self._recent[-1][0] != c:
-            self._recent.clear()
-        carried = [metrics[name] for n in range(8) if (name := f"fspo/ess/bin_{n}") in metrics]
-        self._recent.append((c, sigma, clipped, carried[-1] if carried else math.nan))
+        if self._recent and abs(math.log(c / self._recent[-1][0])) > math.log(FASTEST) + 1e-6:
+            self._recent.clear()  # not c that follows, but another one
+        ess = [metrics[name] for n in range(8) if (name := f"fspo/ess/bin_{n}") in metrics]
+        self._recent.append((c, sigma, clipped, ess[-1] if ess else math.nan))
         if len(self._recent) < WATCHED:
             return {}
         _, sigma, clipped, carry = (median(column) for column in zip(*self._recent, strict=True))
@@ -368,9 +370,8 @@ class FSPOState(LossState):
             doubts["wide band"] = text
         if carry < LEAST_ESS:
             doubts["weights"] = (
-                f"the longest responses carry the gradient like {carry:.0%} of their number (fspo/ess of the "
-                f"last length bin, median of {WATCHED} steps): e^S spreads too far. Take fewer optimizer "
-                "steps per rollout, or set loss.temper = 0.5"
+                f"the longest responses count like {carry:.0%} of their number (fspo/ess of the last bin). "
+                "Take fewer optimizer steps per rollout, or set loss.temper = 0.5"
             )
         return doubts
 

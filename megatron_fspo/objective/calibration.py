@@ -144,6 +144,8 @@ def student_t(degrees: float) -> float:
 
 FASTEST, FARTHEST = 1.2, 2.0
 """Largest factors by which c follows σ̂, in a window and in all."""
+LEAST_DRIFT = 0.1
+"""The drift counts if it exceeds this share of a band's half width at the longest response."""
 STEADY = 1.5
 """Largest ratio of σ̂ in two windows that counts as steady. c = 2σ̂ is then 1.3 to 3 times σ̂ of either."""
 
@@ -189,6 +191,14 @@ def centred_sigma(log_ratio_sums: Tensor, lengths: Tensor) -> float:
     weights = kept.sqrt()[order].cumsum(0)
     middle = slopes[(weights < weights[-1] / 2).sum()].item() if len(sums) else 0.0
     return sigma_hat(sums - middle * kept, kept)
+
+
+def around_drift(log_ratio_sums: Tensor, lengths: Tensor) -> Tensor:
+    """Return S [N] less its drift −σ̂²L/2, for sequences of L [N] from one optimizer step on a rollout; S
+    itself if the drift of the longest is below :data:`LEAST_DRIFT` of the half width 2σ̂√L."""
+    sigma = centred_sigma(log_ratio_sums, lengths)
+    matters = sigma * math.sqrt(int(lengths.max())) > 4 * LEAST_DRIFT
+    return log_ratio_sums - drift_of(sigma) * lengths if matters else log_ratio_sums
 
 
 class BandCalibrator:

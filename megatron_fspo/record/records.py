@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fspo.objective import effective_sample_size, length_reweighting_error
-from megatron_fspo.objective.calibration import fit_exponent, sigma_hat
+from megatron_fspo.objective.calibration import around_drift, fit_exponent, sigma_hat
 from megatron_fspo.objective.surrogate import LossTerms
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.segments import sequence_sums
@@ -24,7 +24,7 @@ from megatron_fspo.record.tokens import Piece, pieces_of
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceRecord:
-    """The fate of one sequence in one optimizer step."""
+    """One sequence in one optimizer step: its S and the clip decision on it."""
 
     sample: int
     """Index into the rollout's samples."""
@@ -150,6 +150,7 @@ def clip_metrics(
     samples: int,
     seed: int,
     exponent: float = 0.5,
+    centred: bool = False,
 ) -> dict[str, float]:
     """Clip rates, length fairness and spread over the off-policy records of one step.
 
@@ -160,6 +161,8 @@ def clip_metrics(
         samples: responses to a prompt, which go together.
         seed: for the errors of chance behind the null floor of LRE.
         exponent: a of the band, and of σ̂.
+        centred: the band is centred on the drift of S, and ``fspo/sigma_hat`` and ``fspo/exponent_fit`` are
+            around it.
 
     Returns:
         among them how evenly the sequences with an advantage carry the gradient, by their importance weights:
@@ -172,6 +175,7 @@ def clip_metrics(
         return {}
     lengths = as_tensors(records)[1]
     spread = records if measured is None else [r for r in measured if r.counts]
+    sums, kept = _around_drift(spread) if centred and spread else as_tensors(spread)
     outside = torch.tensor([r.out_of_band for r in records])
     # Sign-aware: a sequence without an advantage can never be clipped and says nothing.
     decided = [r for r in records if r.advantage != 0]
@@ -199,8 +203,8 @@ def clip_metrics(
         "fspo/lre_signed_mean": signed.mean,
         "fspo/lre_signed_max": signed.max,
         "fspo/lre_signed_null": signed.null_mean,
-        "fspo/sigma_hat": sigma_of(spread, exponent) or float("nan"),
-        "fspo/exponent_fit": fit_exponent(*as_tensors(spread)) if spread else math.nan,
+        "fspo/sigma_hat": sigma_hat(sums, kept, exponent) if spread else math.nan,
+        "fspo/exponent_fit": fit_exponent(sums, kept) if spread else math.nan,
     }
     for name, stratum in strata.items():
         once = partial(length_reweighting_error, ~clipped, draws=0)
@@ -219,6 +223,13 @@ def clip_metrics(
             here = [r for r in records if bin.low <= r.length <= bin.high]
             metrics |= {f"fspo/{name}/bin_{number}": value for name, value in _sides(here).items()}
     return metrics
+
+
+def _around_drift(records: Sequence[SequenceRecord]) -> tuple[Tensor, Tensor]:
+    """Return S [N] less the drift of its optimizer step, and L [N]; ordered by step."""
+    steps = sorted({r.update for r in records})
+    parts = [as_tensors([r for r in records if r.update == step]) for step in steps]
+    return torch.cat([around_drift(*part) for part in parts]), torch.cat([lengths for _, lengths in parts])
 
 
 def _sides(records: Sequence[SequenceRecord]) -> dict[str, float]:

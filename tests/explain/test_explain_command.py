@@ -45,8 +45,8 @@ def test_rows_with_tokens_have_ctpo(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert of_tokens == {"ctpo", "cppo", "pnpo"}
     assert all(one["in_part"] == 0 for one in pairs if one["clipped_by"] not in of_tokens)
     assert all(0 < one["in_part"] <= one["responses"] for one in pairs if one["clipped_by"] == "ctpo")
-    fates = map(json.loads, (tmp_path / "out/fates.jsonl").read_text(encoding="utf-8").splitlines())
-    assert {one["fate"]["ctpo"] for one in fates} == {"kept", "in part", "no advantage"}
+    outcomes = map(json.loads, (tmp_path / "out/outcomes.jsonl").read_text(encoding="utf-8").splitlines())
+    assert {one["outcome"]["ctpo"] for one in outcomes} == {"kept", "in part", "no advantage"}
 
 
 def test_the_page_and_the_fate_of_each_response(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,18 +58,20 @@ def test_the_page_and_the_fate_of_each_response(tmp_path: Path, capsys: pytest.C
     assert page.loads_nothing and len(page.pictures) == 5
     figures = json.loads((tmp_path / "out/explain.json").read_text(encoding="utf-8"))
     assert all(sentence in page.text for sentence in figures["words"])
-    fates = [json.loads(line) for line in (tmp_path / "out/fates.jsonl").read_text().splitlines()]
-    assert [one["row"] for one in fates] == list(range(1, 501))
-    assert [one["length"] for one in fates] == [row["length"] for row in rows]
+    outcomes = [json.loads(line) for line in (tmp_path / "out/outcomes.jsonl").read_text().splitlines()]
+    assert [one["row"] for one in outcomes] == list(range(1, 501))
+    assert [one["length"] for one in outcomes] == [row["length"] for row in rows]
     pairs = {(one["kept_by"], one["clipped_by"]): one["responses"] for one in figures["disagreements"]}
-    kept_by_rloo = sum((one["fate"]["rloo"], one["fate"]["fspo"]) == ("kept", "clipped") for one in fates)
+    kept_by_rloo = sum(
+        (one["outcome"]["rloo"], one["outcome"]["fspo"]) == ("kept", "clipped") for one in outcomes
+    )
     assert kept_by_rloo == pairs["rloo", "fspo"] > 0
 
 
 def test_dumps_without_a_rate_or_a_fate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, rows, said in (
         ("inside", walks(200, sigma=1e-6), "give one, such as --rate 0.1"),
-        ("alike", [{**row, "advantage": 0} for row in walks(200)], "No response changes its fate"),
+        ("alike", [{**row, "advantage": 0} for row in walks(200)], "No response changes its outcome"),
     ):
         dump = write(tmp_path / f"{name}.jsonl", rows)
         assert main(["explain", str(dump), "--out", str(tmp_path / name)]) == 0

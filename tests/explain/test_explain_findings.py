@@ -18,7 +18,7 @@ from megatron_fspo.lab.explain.dump import Dump, read_dump
 from megatron_fspo.lab.explain.explanation import explanation_of
 from megatron_fspo.lab.explain.losses import (
     BAND_LOSSES,
-    FATES,
+    OUTCOMES,
     factor_for,
     judge,
     known_for,
@@ -161,8 +161,8 @@ def test_fates_by_hand(tmp_path: Path) -> None:
     dump = read_dump(write(tmp_path / "a.jsonl", rows), {})
     given = with_limits(["--fspo.c-low", ".06", "--fspo.c-high", ".06", "--fspo.c-dual", ".09"])
     losses = known_for(dump, given)[:3]
-    fates = [[FATES[code] for code in judge(loss, dump).fates(dump.advantages)] for loss in losses]
-    assert fates == [
+    outcomes = [[OUTCOMES[code] for code in judge(loss, dump).outcomes(dump.advantages)] for loss in losses]
+    assert outcomes == [
         ["clipped", "no advantage", "clipped", "kept", "kept"],  # the third by the dual clip
         ["clipped", "no advantage", "kept", "clipped", "kept"],
         ["clipped", "no advantage", "kept", "clipped", "kept"],
@@ -181,7 +181,7 @@ def test_fates_by_hand(tmp_path: Path) -> None:
     assert fspo.clipped == 0.5 and fspo.clipped_tokens == pytest.approx(8 / 812)
 
 
-@pytest.mark.parametrize("loss", [*BAND_LOSSES[:3], BAND_LOSSES[0].centred(-0.001)])
+@pytest.mark.parametrize("loss", [*BAND_LOSSES[:3], BAND_LOSSES[0].with_drift(-0.001)])
 def test_scaled_limits_give_the_rate_that_was_asked_for(dump: Dump, loss: PolicyLossConfig) -> None:
     far = reach(loss, dump)
     assert torch.equal(far > 1, judge(loss, dump).outside)
@@ -293,4 +293,4 @@ def test_dumps_too_small_or_too_large_for_a_figure(tmp_path: Path) -> None:
     far = read_dump(write(tmp_path / "a.jsonl", rows), {})
     found = explanation_of(far, BAND_LOSSES[:3])
     assert [one.dropped for one in found.given] == [0, 0, 1]  # FSPO's dual clip takes it; exp(S/L) is finite
-    assert FATES[found.decisions[2].fates(far.advantages)[-1]] == "dropped"
+    assert OUTCOMES[found.decisions[2].outcomes(far.advantages)[-1]] == "dropped"

@@ -45,7 +45,7 @@ def test_limits_without_a_moving_part_stay(name: str, keys: dict[str, Any]) -> N
     observe(loss, sums(1))
     assert loss.objective() == objective
     assert (loss.metrics() == {}) == (name != "fspo")
-    assert loss.doubts({}, warm=True) == {}
+    assert loss.width_warnings({}, warm=True) == {}
 
 
 def test_calibration_waits_for_warm_batches_then_stays() -> None:
@@ -101,14 +101,14 @@ def test_a_band_that_does_not_fit_is_doubted(sigma: float, clipped: float, topic
     loss = state("fspo", c_low=0.02, c_high=0.04)
     row = loss.metrics() | {"fspo/sigma_hat": sigma, "actor/pg_clipfrac": clipped}
     for _ in range(WATCHED - 1):
-        assert loss.doubts(row, warm=True) == {}
-    assert loss.doubts(row | {"fspo/sigma_hat": 7.0, "actor/pg_clipfrac": 1.0}, warm=False) == {}
-    assert loss.doubts(loss.metrics(), warm=True) == {}  # a step without off-policy sequences
-    doubts = loss.doubts(row | {"fspo/sigma_hat": 7.0}, warm=True)  # an outlier moves no median
+        assert loss.width_warnings(row, warm=True) == {}
+    assert loss.width_warnings(row | {"fspo/sigma_hat": 7.0, "actor/pg_clipfrac": 1.0}, warm=False) == {}
+    assert loss.width_warnings(loss.metrics(), warm=True) == {}  # a step without off-policy sequences
+    doubts = loss.width_warnings(row | {"fspo/sigma_hat": 7.0}, warm=True)  # an outlier moves no median
     assert list(doubts) == [topic] * (topic is not None)
     assert all(f"2 sigma-hat is now {2 * sigma:.2g}" in text for text in doubts.values())
     # A band that has moved is judged anew.
-    assert loss.doubts(row | {"fspo/c_low": 0.021}, warm=True) == {}
+    assert loss.width_warnings(row | {"fspo/c_low": 0.035}, warm=True) == {}
 
 
 def test_a_measured_exponent_comes_with_the_width_and_stays() -> None:

@@ -26,7 +26,7 @@ from megatron_fspo.parallel.groups import (
     sum_metrics,
 )
 from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
-from megatron_fspo.rollout.client.hand_out import hand_out
+from megatron_fspo.rollout.client.scatter import scatter_completions
 from megatron_fspo.trainer.advantages import add_advantages
 from megatron_fspo.trainer.optimize import check_kl
 from megatron_fspo.trainer.rollout import COLUMNS, rollout_of
@@ -147,7 +147,7 @@ def check_metrics() -> None:
     assert any_rank(rank == world - 1, device=device) and not any_rank(False, device=device)
 
 
-def check_hand_out() -> None:
+def check_scatter() -> None:
     """Every rank gets its completions, in their order, equal in every field: from one rank, and from all."""
     world, rank = dist.get_world_size(), dist.get_rank()
 
@@ -189,10 +189,10 @@ def check_hand_out() -> None:
 
     for source in range(world):
         parts = [completions(source, to) if rank == source else [] for to in range(world)]
-        got = hand_out(parts, group=dist.group.WORLD)
+        got = scatter_completions(parts, group=dist.group.WORLD)
         same(got, completions(source, rank))
         assert all(c.token_ids.typecode == "i" and c.log_probs.typecode == "f" for c in got)
-    got = hand_out([completions(rank, to) for to in range(world)], group=dist.group.WORLD)
+    got = scatter_completions([completions(rank, to) for to in range(world)], group=dist.group.WORLD)
     same(got, [c for source in range(world) for c in completions(source, rank)])
 
 
@@ -229,7 +229,7 @@ def check_any_rank_ends_a_run_beyond_max_kl() -> None:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    check_hand_out()
+    check_scatter()
     check_sequence_sums()
     check_prefix_sums()
     check_one_decides()

@@ -22,7 +22,7 @@ EDITS = {
 }
 PROGRAM = """
 import torch
-from megatron_fspo.rollout.client.hand_out import _decode, _encode
+from megatron_fspo.rollout.client.scatter import _decode, _encode
 from megatron_fspo.trainer.rollout import COLUMNS, describe, join, rollout_of, select
 from megatron_fspo.types import Completion, Prompt
 

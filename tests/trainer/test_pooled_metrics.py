@@ -69,7 +69,7 @@ def test_what_a_step_reports() -> None:
     run, batch, loss = mock.Mock(), mock.Mock(), mock.Mock()
     run.state.step, run.state.loss = 0, loss
     run.inputs.config = make_config(Path(), optimizer={"skip_norm_ratio": 10.0})
-    for nothing in (loss.metrics, loss.doubts, loss.noise_metrics):
+    for nothing in (loss.metrics, loss.width_warnings, loss.noise_metrics):
         nothing.return_value = {}
 
     def report(*skipped: bool) -> dict[str, float]:

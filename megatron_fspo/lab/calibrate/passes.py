@@ -99,7 +99,7 @@ def quiet(config: Config, *, given: bool) -> Config:
     if given:
         changes["rollout"]["engine"] = "embedded"
     sections = {name: getattr(config, name).model_copy(update=keys) for name, keys in changes.items()}
-    return config.model_copy(update={**sections, "loss": config.loss.unmeasured()})
+    return config.model_copy(update={**sections, "loss": config.loss.without_noise()})
 
 
 def measure(inputs: Inputs, emulated: Sequence[FP8], given: Sequence[Row]) -> Measured:

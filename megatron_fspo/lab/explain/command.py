@@ -11,7 +11,7 @@ from megatron_fspo.lab.explain.dump import read_dump
 from megatron_fspo.lab.explain.explanation import Explanation, explanation_of
 from megatron_fspo.lab.explain.losses import known_for, with_limits
 from megatron_fspo.lab.explain.rows import given_names
-from megatron_fspo.lab.explain.text import as_json, fates
+from megatron_fspo.lab.explain.text import as_json, outcomes
 
 
 def explain(
@@ -31,16 +31,16 @@ def explain(
 
 
 def write(explanation: Explanation, folder: Path) -> str:
-    """Write the page, the figures, and the fate of every response; says where."""
+    """Write the page, the figures, and the outcome of every response; says where."""
     from megatron_fspo.lab.explain.page import write_page  # matplotlib takes seconds
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise InputError(f"--out {folder}: is there and is no folder") from None
-    page, figures, each = (folder / name for name in ("index.html", "explain.json", "fates.jsonl"))
+    page, figures, each = (folder / name for name in ("index.html", "explain.json", "outcomes.jsonl"))
     figures.write_text(json.dumps(as_json(explanation), indent=1) + "\n", encoding="utf-8")
     with each.open("w", encoding="utf-8") as file:
-        file.writelines(fates(explanation))
+        file.writelines(outcomes(explanation))
     write_page(explanation, page)
     return f"\n  page      {page}\n  figures   {figures}\n  each one  {each}"

@@ -228,17 +228,17 @@ def _lre(accepted: Tensor, dump: Dump, rows: Tensor, strata: Tensor | None = Non
 def _disagreements(
     dump: Dump, names: Sequence[str], decisions: Sequence[Decisions]
 ) -> Iterator[Disagreement]:
-    fates = [decided.fates(dump.advantages) for decided in decisions]
+    outcomes = [decided.outcomes(dump.advantages) for decided in decisions]
     judged = int((dump.advantages != 0).sum())
     for one, other in itertools.permutations(range(len(names)), 2):
-        rows = torch.nonzero((fates[one] == 0) & ((fates[other] == 1) | (fates[other] == 2)))[:, 0]
+        rows = torch.nonzero((outcomes[one] == 0) & ((outcomes[other] == 1) | (outcomes[other] == 2)))[:, 0]
         lengths = dump.lengths[rows].double()
         heaviest = rows[decisions[one].mass[rows].argsort(descending=True)[:_EXAMPLES]]
         yield Disagreement(
             kept_by=names[one],
             clipped_by=names[other],
             responses=len(rows),
-            in_part=int((fates[other][rows] == 2).sum()),
+            in_part=int((outcomes[other][rows] == 2).sum()),
             share=len(rows) / judged if judged else math.nan,
             lengths=tuple(lengths.quantile(_QUARTILES).int().tolist()) if len(rows) else (0, 0, 0),
             rising=_mean(dump.advantages[rows] > 0),

@@ -32,7 +32,7 @@ BAND_LOSSES: tuple[PolicyLossConfig, ...] = tuple(
     )
 )
 """The losses with limits, at their defaults. The first is what the others are matched to."""
-FATES = ("kept", "clipped", "in part", "dropped", "no advantage")
+OUTCOMES = ("kept", "clipped", "in part", "dropped", "no advantage")
 """Fates of a response: in part where tokens have decisions of their own; dropped where its weight is not
 finite; without an advantage there is no gradient to clip."""
 
@@ -61,10 +61,10 @@ class Decisions:
         """Share of the response whose gradient a clip removes, on any side."""
         return self.clipped_low + self.clipped_high + self.dual_clipped
 
-    def fates(self, advantages: Tensor) -> Tensor:
-        """Return [N] index into ``FATES``."""
-        fates = torch.where(self.clipped > 0, torch.where(self.clipped < 1 - 1e-9, 2, 1), 0)
-        return fates.masked_fill(advantages == 0, 4).masked_fill(self.dropped, 3)
+    def outcomes(self, advantages: Tensor) -> Tensor:
+        """Return [N] index into ``OUTCOMES``."""
+        outcomes = torch.where(self.clipped > 0, torch.where(self.clipped < 1 - 1e-9, 2, 1), 0)
+        return outcomes.masked_fill(advantages == 0, 4).masked_fill(self.dropped, 3)
 
     def effective_sample_size(self, responses: Tensor) -> float:
         """Return the ESS of the importance weights of some responses [N] bool; NaN where there are none."""

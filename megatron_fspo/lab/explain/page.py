@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from megatron_fspo.lab.explain.explanation import Bin, Explanation, OfLoss
-from megatron_fspo.lab.explain.text import bins_table, fates_table, losses_table, sentences
+from megatron_fspo.lab.explain.text import bins_table, losses_table, outcomes_table, sentences
 from megatron_fspo.lab.report.drawing import COLOURS, legend, length_axis, picture, share_axis
 from megatron_fspo.lab.report.html import render_page
 
@@ -33,7 +33,7 @@ def write_page(explanation: Explanation, path: Path) -> None:
         given=losses_table(given),
         matched=losses_table(matched),
         bins=bins_table(explanation, compared),
-        fates=fates_table(explanation),
+        outcomes=outcomes_table(explanation),
     )
     path.write_text(text, encoding="utf-8")
 

@@ -12,7 +12,7 @@ from megatron_fspo.evaluation.tables import Table, by_column, columns, number, p
 from megatron_fspo.lab.explain.decomposition import Parts
 from megatron_fspo.lab.explain.explanation import Explanation, OfLoss
 from megatron_fspo.lab.explain.flips import Flips
-from megatron_fspo.lab.explain.losses import FATES
+from megatron_fspo.lab.explain.losses import OUTCOMES
 from megatron_fspo.objective import LengthReweightingError
 from megatron_fspo.objective.calibration import Exponent
 
@@ -57,16 +57,16 @@ def as_json(explanation: Explanation) -> dict[str, Any]:
     return {name: plain(value) for name, value in content.items()}
 
 
-def fates(explanation: Explanation) -> Iterator[str]:
-    """Yield a line of JSON for each response: its row, L, S, A, and its fate with each loss."""
+def outcomes(explanation: Explanation) -> Iterator[str]:
+    """Yield a line of JSON for each response: its row, L, S, A, and its outcome with each loss."""
     dump = explanation.dump
     columns = {"row": dump.rows, "length": dump.lengths, "log_ratio_sum": dump.log_ratio_sum}
     tensors = [*columns.values(), dump.advantages]
-    tensors += [one.fates(dump.advantages) for one in explanation.decisions]
+    tensors += [one.outcomes(dump.advantages) for one in explanation.decisions]
     for values in zip(*(tensor.tolist() for tensor in tensors), strict=True):
         row = dict(zip([*columns, "advantage"], values, strict=False))
         codes = zip(explanation.given, values[len(row) :], strict=True)
-        yield json.dumps(row | {"fate": {loss.name: FATES[code] for loss, code in codes}}) + "\n"
+        yield json.dumps(row | {"outcome": {loss.name: OUTCOMES[code] for loss, code in codes}}) + "\n"
 
 
 def losses_table(losses: Sequence[OfLoss]) -> Table:
@@ -117,8 +117,8 @@ def bins_table(explanation: Explanation, losses: Sequence[OfLoss]) -> Table:
     )
 
 
-def fates_table(explanation: Explanation) -> Table:
-    """Return the responses that change fate between two losses."""
+def outcomes_table(explanation: Explanation) -> Table:
+    """Return the responses that change outcome between two losses."""
     pairs = explanation.disagreements
     return by_column(
         {
@@ -145,7 +145,7 @@ def render(explanation: Explanation) -> str:
         blocks.append((f"with {explanation.rate:.1%} outside for each", losses_table(matched)))
     blocks += [
         (f"by length, {limits}; mass: of the gradient", bins_table(explanation, matched or given)),
-        ("responses that change fate, with the limits given", fates_table(explanation)),
+        ("responses that change outcome, with the limits given", outcomes_table(explanation)),
     ]
     tables = (["", title, *columns(*table)] for title, table in blocks)
     return "\n".join([*sentences(explanation), *(line for lines in tables for line in lines)])
@@ -175,7 +175,7 @@ def sentences(explanation: Explanation) -> Iterator[str]:
         yield _flips(explanation.flips)
     yield f"By noise: {NOISE[explanation.noise_source]}."
     if not any(one.responses for one in explanation.disagreements):
-        yield "No response changes its fate: the losses clip the same ones."
+        yield "No response changes its outcome: the losses clip the same ones."
     for loss in matched:
         if loss.out_of_band > rate + 0.005:
             yield (

@@ -89,7 +89,7 @@ def exponent_of(records: Records) -> Exponent | str:
 
 def band_at_end(config: Config, history: History) -> ClipBand | None:
     """Return the band at the end of a run, if there is one on S."""
-    loss = config.loss.reported(lambda name: history.series(name).last(1))
+    loss = config.loss.from_metrics(lambda name: history.series(name).last(1))
     return None if loss is None else loss.band()
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.objective import LengthReweightingError, effective_sample_size, length_reweighting_error
+from megatron_fspo.objective.calibration import FASTEST
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.record.log import METRICS, SEQUENCES, is_accuracy, parse_row, read_rows, rows_from_end
 
@@ -158,9 +159,11 @@ def read_records(folder: Path) -> Records:
 
 
 def steady(records: Records, history: History) -> Records:
-    """Return the records after the step in which calibration moved the band; all where nothing moved."""
+    """Return the records after the step in which calibration moved the band, by more than c moves where it
+    follows S; all where nothing moved."""
     widths = history.series("fspo/c_high")
-    moved = np.flatnonzero(np.diff(widths.values)) + 1
+    changes = np.abs(np.diff(np.log(widths.values)))
+    moved = np.flatnonzero(changes > math.log(FASTEST) + 1e-6) + 1
     return records.select(records.step > widths.steps[moved[-1]]) if len(moved) else records
 
 

@@ -26,8 +26,8 @@ from megatron_fspo.parallel.control import SLICE
 from megatron_fspo.parallel.groups import ParallelGroups, gather_lists
 from megatron_fspo.rollout.checksum import Checksum
 from megatron_fspo.rollout.client import proof, send_weights, turns
-from megatron_fspo.rollout.client.hand_out import hand_out
 from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
+from megatron_fspo.rollout.client.scatter import scatter_completions
 from megatron_fspo.rollout.client.server import Server, ServerLost
 from megatron_fspo.rollout.client.turns import Memory, Turn
 from megatron_fspo.rollout.engine import Arrived, Pending, Progress
@@ -127,7 +127,7 @@ class VLLMEngine:
                 done = self._collect(leader, work, answered, progress, stops)
             else:
                 self._follow(_RESPONSES)
-            return self._hand_out(done, params.n, wanted)
+            return self._scatter(done, params.n, wanted)
 
         return collect
 
@@ -173,7 +173,7 @@ class VLLMEngine:
         self._events.put((server, admitted))
         return await admitted
 
-    def _hand_out(self, done: Sequence[Completion], samples: int, wanted: range) -> list[list[Completion]]:
+    def _scatter(self, done: Sequence[Completion], samples: int, wanted: range) -> list[list[Completion]]:
         """Send the first rank of each replica the completions of its prompts; others get an empty list."""
         groups = self.groups
         if not groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0:
@@ -182,7 +182,7 @@ class VLLMEngine:
             [c for i in share for c in done[i * samples : (i + 1) * samples]]
             for share in gather_lists([wanted], group=groups.dp)
         ]
-        mine = hand_out(shares, group=groups.dp)
+        mine = scatter_completions(shares, group=groups.dp)
         return [mine[i : i + samples] for i in range(0, len(mine), samples)]
 
     def _follow(self, what: str) -> None:

@@ -20,7 +20,9 @@ _TENSOR = 1
 """Code of msgpack's extension for tensors; those of arrays are their type codes."""
 
 
-def hand_out(shares: Sequence[Sequence[Completion]], *, group: dist.ProcessGroup) -> list[Completion]:
+def scatter_completions(
+    shares: Sequence[Sequence[Completion]], *, group: dist.ProcessGroup
+) -> list[Completion]:
     """Exchange completions between data-parallel ranks. ``shares``: this rank's completions for each rank,
     possibly none; its own are not copied. Return those for this rank, in order. Collective."""
     here = group.rank()
