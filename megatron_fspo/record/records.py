@@ -186,10 +186,7 @@ def clip_metrics(
     error = partial(length_reweighting_error, draws=200, interval=False, seed=seed)
     lre = error(~outside, lengths, clusters=prompts)
     signed = error(~clipped, decided_lengths, clusters=asked)
-    strata = {
-        "sign": torch.tensor([1 + (r.advantage > 0) for r in decided]),
-        "update": torch.tensor([r.update for r in decided]),
-    }
+    signs, updates = [1 + (r.advantage > 0) for r in decided], [r.update for r in decided]
     count = len(records)
     metrics = {
         "actor/pg_clipfrac": sum(r.clipped_low + r.clipped_high for r in records) / count,
@@ -206,8 +203,8 @@ def clip_metrics(
         "fspo/sigma_hat": sigma_hat(sums, kept, exponent) if spread else math.nan,
         "fspo/exponent_fit": fit_exponent(sums, kept) if spread else math.nan,
     }
-    for name, stratum in strata.items():
-        once = partial(length_reweighting_error, ~clipped, draws=0)
+    for name, values in (("sign", signs), ("update", updates)):
+        once, stratum = partial(length_reweighting_error, ~clipped, draws=0), torch.tensor(values)
         metrics[f"fspo/lre_within_{name}"] = once(decided_lengths, strata=stratum).mean
         metrics[f"fspo/reweighting_{name}"] = once(stratum).mean
     weights = [r.ratio for r in decided]
