@@ -52,8 +52,9 @@ PARTS = {
     "words_fresh": "word lists, 2 steps",
     "words_bf16": "word lists, bf16",
     "density": "",
+    "drift": "",
 }
-"""Sweep → its name; arms of density have settings of their own."""
+"""Sweep → its name; arms of density and drift have settings of their own."""
 FIGURES = {
     "accuracy/long_held_out": "accuracy, long",
     "accuracy/short_held_out": "accuracy, short",
@@ -62,6 +63,10 @@ FIGURES = {
     "accuracy/long": "accuracy",
     "clipped_late": "clipped at the end",
     "reward_last": "reward",
+    "tilt": "below less above",
+    "lopsided": "below, above apart",
+    "uneven": "uneven",
+    "log_kl": "log KL",
 }
 RELATIONS = {"above": ">", "below": "<", "equal": "≈"}
 ARMS = {
@@ -84,6 +89,7 @@ ARMS = {
     "pnpo": "PNPO",
 }
 DENSITY_ARMS = ARMS | {"narrow": "√L c/4", "measured": "√L again", "none": "no band", "bare": "no clip"}
+NAMES = {"density": DENSITY_ARMS, "drift": {"auto": "auto", "none": "none"}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +208,7 @@ def lines(claims: Sequence[Claim]) -> str:
     tests = tested(claims)
     found = []
     for claim, test, verdict in zip(claims, tests, judge(claims, tests), strict=True):
-        names = DENSITY_ARMS if claim.part == "density" else ARMS
+        names = NAMES.get(claim.part, ARMS)
         (setting, arm), (_, less) = (("/" + name).rsplit("/", 1) for name in (claim.arm, claim.less))
         part = PARTS[claim.part] or setting_of(setting[1:])
         what = f"{FIGURES[claim.figure]}: {names[arm]} {RELATIONS[claim.test]} {names[less]}"

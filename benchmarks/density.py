@@ -81,8 +81,8 @@ def places(density: str, length: int) -> Tensor:
 class Policy:
     """Tables of logits, and the rules that are to be learned."""
 
-    def __init__(self, generator: torch.Generator) -> None:
-        self.rules = torch.rand(LONGEST // BLOCK, SYMBOLS, generator=generator).argsort(-1)
+    def __init__(self, generator: torch.Generator, longest: int = LONGEST) -> None:
+        self.rules = torch.rand(longest // BLOCK, SYMBOLS, generator=generator).argsort(-1)
         known = 2.6 * torch.nn.functional.one_hot(self.rules, SYMBOLS).float()
         own = known + 0.5 * torch.randn(known.shape, generator=generator)
         self.parameters = [own.requires_grad_(), torch.zeros(SYMBOLS, SYMBOLS, requires_grad=True)]
