@@ -161,6 +161,7 @@ runs/words/checkpoint/config.json: $(VENV)/.ready
 evidence: $(VENV)/.ready vllm $(SMOLLM2)/checkpoint/config.json runs/words/checkpoint/config.json runs/ledger/checkpoint/config.json runs/ledger-growth/checkpoint/config.json  ## every figure of docs/evidence.md again; runs in runs/evidence are not made twice
 	$(VENV)/bin/python benchmarks/evidence.py $(EVIDENCE_ARGS)
 	$(VENV)/bin/python benchmarks/density.py
+	$(VENV)/bin/python benchmarks/drift.py
 	$(with_vllm) $(VENV)/bin/python benchmarks/long_responses.py
 	$(VENV)/bin/python docs/make_evidence.py
 

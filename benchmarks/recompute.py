@@ -2,6 +2,7 @@
 
     python benchmarks/recompute.py benchmarks/results/evidence_ledger.npz
     python benchmarks/recompute.py benchmarks/results/evidence_density.npz
+    python benchmarks/recompute.py benchmarks/results/evidence_drift.npz
 
 Of every arm of the ledger: how many of the responses with an advantage were clipped, short and long; and LRE
 of what was clipped, over 8 length bins, within signs of A, and within optimizer steps. Means over seeds.
@@ -9,6 +10,10 @@ of what was clipped, over 8 length bins, within signs of A, and within optimizer
 Of every arm of density.py: accuracy at 1,024 tokens, mean over seeds; its difference from √L; the chance of
 so large a one if its sign were random in every seed (100,000 draws); and of seed 1 the share that the band
 clipped in the last four rollouts, from S, A and c.
+
+Of every arm of drift.py: accuracy at 4,096 tokens, mean over seeds; its difference from drift = none, and the
+chance of it as above; and of seed 1, from S, A, c and drift, of the longest third: the shares below and above
+the band, and the shares clipped of A > 0 and A < 0.
 """
 
 import argparse
@@ -20,6 +25,8 @@ import numpy as np
 SHORT = 40
 LATE = np.array([800, 1024, 1024, 1024])
 """Tokens of a response in the last rollouts of density.py."""
+LONGEST = 4096
+"""Tokens of the longest responses of drift.py."""
 
 
 def lre(accepted, length, strata):
@@ -59,25 +66,50 @@ def figures(path):
     return found
 
 
-def density(path):
-    """Arm → accuracy, less √L, p, clipped late in seed 1."""
-    file, random = np.load(path), np.random.default_rng(0)
-    accuracy = {}
+def accuracies(path, base):
+    """Arm → accuracy, less that of the base in its setting, p."""
+    random, accuracy, found = np.random.default_rng(0), {}, {}
     for run in json.loads(Path(path).with_suffix(".json").read_text())["runs"]:
         accuracy.setdefault(run["arm"], {})[run["seed"]] = run["accuracy/long"]
-    found = {}
     for name, by_seed in accuracy.items():
-        setting, arm = name.split("/")
-        other = accuracy[f"{setting}/sqrt"]
+        other = accuracy[f"{name.split('/')[0]}/{base}"]
         gaps = np.array([by_seed[seed] - other[seed] for seed in sorted(by_seed)])
         flipped = (random.choice([-1.0, 1.0], size=(100_000, len(gaps))) * gaps).mean(1)
         chance = (np.abs(flipped) >= abs(gaps.mean()) - 1e-12).mean()
+        found[name] = [np.mean([*by_seed.values()]), gaps.mean(), chance]
+    return found
+
+
+def density(path):
+    """Arm → accuracy, less √L, p, clipped late in seed 1."""
+    file, found = np.load(path), {}
+    for name, row in accuracies(path, "sqrt").items():
+        setting, arm = name.split("/")
         sums, advantage, c = (file[f"{setting}.{arm}/{key}"] for key in ("sums", "advantages", "c"))
         edge = (c * LATE ** {"constant": 0.0, "linear": 1.0}.get(arm, 0.5))[:, None, None]
         sign = np.sign(advantage)[:, None, :]
         clipped = (sums * sign > edge) & (arm not in ("none", "bare"))
         shares = [clipped[i][:, sign[i, 0] != 0].mean() for i in range(len(LATE))]
-        found[name] = np.array([np.mean([*by_seed.values()]), gaps.mean(), chance, np.mean(shares)])
+        found[name] = np.array([*row, np.mean(shares)])
+    return found
+
+
+def drift(path):
+    """Arm → accuracy, less none, p; of seed 1 below, above, clipped of A > 0, of A < 0."""
+    file, found = np.load(path), {}
+    for name, row in accuracies(path, "none").items():
+        key = name.replace("/", ".")
+        sums, advantage, c, centre = (file[f"{key}/{part}"] for part in ("sums", "advantages", "c", "drift"))
+        third = sums.shape[-1] // 3
+        sums, advantage = (each[..., -third:].reshape(-1, third) for each in (sums, advantage))
+        middle, half = centre.reshape(-1, 1) * LONGEST, c.reshape(-1, 1) * LONGEST**0.5
+        below, above = sums < middle - half, sums > middle + half
+        clipped = []
+        for side, sign in ((above, 1), (below, -1)):
+            mine = np.sign(advantage) == sign
+            steps = mine.any(1)
+            clipped.append(((side & mine).sum(1)[steps] / mine.sum(1)[steps]).mean())
+        found[name] = np.array([*row, below.mean(), above.mean(), *clipped])
     return found
 
 
@@ -85,5 +117,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("file")
     name = parser.parse_args().file
-    for arm, row in (density if "density" in name else figures)(name).items():
+    table = {"evidence_density": density, "evidence_drift": drift}.get(Path(name).stem, figures)
+    for arm, row in table(name).items():
         print(f"{arm:<30}" if "/" in arm else f"{arm:<14}", "  ".join(f"{value:.3f}" for value in row))

@@ -1,4 +1,4 @@
-"""The section of docs/evidence.md on the density of uncertain tokens, from its results."""
+"""The sections of docs/evidence.md on the density of uncertain tokens and on the drift, from results."""
 
 from __future__ import annotations
 
@@ -45,3 +45,19 @@ def table(found: Mapping[str, Any]) -> str:
             cells.append("{:.3f} ({:.0%})".format(*np.mean(figures, 0)))
         body.append([DENSITY_ARMS[arm], *cells])
     return rows(["", *map(setting_of, SETTINGS)], body)
+
+
+def drift(found: Mapping[str, Any]) -> dict[str, str]:
+    """What the section on the drift has: by arm what happens at the longest length."""
+    shown = ("clipped", "below", "above", "positive", "negative")
+    head = ("", "clipped", "below", "above", "A > 0", "A < 0", "KL, nats", "accuracy")
+    body = [f"{head[0]:<18}" + "".join(f"{name:>10}" for name in head[1:])]
+    for arm in sorted({run["arm"] for run in found["runs"]}):
+        runs = [run for run in found["runs"] if run["arm"] == arm]
+        mean = {key: np.mean([run[key] for run in runs]) for key in runs[0] if key not in ("arm", "seed")}
+        shares = "".join(f"{mean[key]:>10.1%}" for key in shown)
+        setting, name = arm.split("/")
+        label = f"{setting_of(setting)}: {name}"
+        body.append(f"{label:<18}{shares}{mean['kl']:>10.2f}{mean['accuracy/long']:>10.3f}")
+    claims = read_claims(ROOT / "benchmarks/evidence/claims_drift.toml")
+    return {"drift": "\n".join(body), "drift_claims": lines(claims)}

@@ -20,8 +20,7 @@ def long_responses(long: Mapping[str, Any]) -> dict[str, str]:
     low, _, median, _, high = long["lengths"]
     found = {DIFFERENCES[name]: one for name, one in long["differences"].items()}
     first = next(iter(found.values()))
-    one, three = (long["differences"][name] for name in ("one", "three"))
-    clipped = three["losses"]["rloo"]["rates"]
+    one = long["differences"]["one"]
     return {
         "long_responses": str(long["responses"]),
         "long_prompts": str(long["prompts"]),
@@ -63,8 +62,6 @@ def long_responses(long: Mapping[str, Any]) -> dict[str, str]:
         ),
         "long_rloo_above": ranged(first["losses"]["rloo"]["above_measured"], "+.3f"),
         "long_gspo_above": ranged(first["losses"]["gspo"]["above_measured"], "+.3f"),
-        "long_rloo_short": f"{clipped[0]:.0%}",
-        "long_rloo_long": f"{clipped[-1]:.0%}",
         "long_bins": str(len(first["losses"]["measured"]["rates"])),
     }
 

@@ -17,7 +17,7 @@ from scipy import stats
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "docs")]
-from evidence_density import density  # noqa: E402
+from evidence_density import density, drift  # noqa: E402
 from evidence_long import long_responses, rows  # noqa: E402
 
 from claims import ARMS, lines, read_claims  # noqa: E402
@@ -89,6 +89,7 @@ def render() -> str:
         bands_seeds=len(bands["sweep"]["seeds"]),
         words=words_table(),
         **density(read("evidence_density")),
+        **drift(read("evidence_drift")),
         exponents="{:.2f} to {:.2f}".format(*exponents(bands)),
         **long_responses(read("long_responses")),
     )

@@ -15,6 +15,7 @@ from launch import REPO
 
 sys.path.insert(0, str(REPO / "benchmarks"))
 import density
+import drift
 import recompute
 from claims import CLAIMS, Claim, compare, differences, holm, judge, read_claims
 from evidence import PARTS
@@ -87,6 +88,9 @@ def test_claims_are_of_sweeps_and_compared_by_seed() -> None:
             for arm in density.ARMS[temper]
         }
         assert one.part == "density" and {one.arm, one.less} <= of_setting
+    for one in read_claims(REPO / "benchmarks/evidence/claims_drift.toml"):
+        arms = {drift.name_of(*each) for each in product(drift.PROMPTS, drift.TEMPERS, drift.ARMS)}
+        assert one.part == "drift" and {one.arm, one.less} <= arms
     runs = [("a", 1, 0.5), ("b", 2, 0.1), ("b", 1, 0.2), ("a", 3, 0.9)]
     result = {"runs": [{"arm": arm, "seed": seed, "f": value} for arm, seed, value in runs]}
     assert differences(result, claim("above")) == pytest.approx([0.3])
