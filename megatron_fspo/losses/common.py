@@ -145,7 +145,7 @@ class LossState:
         return self._loss.objective()
 
     def observe(
-        self, log_ratio_sums: Tensor, lengths: Tensor, *, update: int, sigma: float | None, warm: bool
+        self, log_ratio_sums: Tensor, lengths: Tensor, *, update: int, warm: bool, fresh: bool = True
     ) -> None:
         """Measure one off-policy mini-batch, gathered from all ranks.
 
@@ -153,9 +153,9 @@ class LossState:
             log_ratio_sums: S [N].
             lengths: L [N].
             update: which optimizer step of its rollout it was, from 1.
-            sigma: σ̂ of these sequences; None if there are none.
             warm: the rollout began after the learning rate's warm-up. Before, updates and S are small, and a
                 width measured from them would be too narrow for the rest of the run.
+            fresh: no update was trained on these sequences; False from the second epoch on.
         """
 
     def calibrated(self) -> str | None:

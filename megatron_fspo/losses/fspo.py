@@ -21,10 +21,10 @@ from megatron_fspo.objective.calibration import (
     FASTEST,
     LEAST_DRIFT,
     BandCalibrator,
-    around_drift,
     centred_sigma,
     drift_of,
     fit_exponent,
+    usable,
 )
 from megatron_fspo.objective.noise import Noise
 from megatron_fspo.section import Share
@@ -86,7 +86,7 @@ class FSPOLoss(Loss):
         "rollouts if c_low = c_high = 0.03 and run.steps suffice, else off",
     )
     recalibrate: bool = Field(
-        True,
+        False,
         description="measure c again in each further window; it changes by at most a factor of 1.2 a window, "
         "and of 2 in all",
     )
@@ -146,8 +146,8 @@ class FSPOLoss(Loss):
         return FSPOBand(c_low=self.c_low, c_high=self.c_high, drift=drift, exponent=power)
 
     def objective(self) -> SequenceLevel:
-        clip, unit = self._dual_clip(), self.unit
-        return SequenceLevel(band=self.band(), dual_clip=clip, temper=self.temper, unit=unit)
+        clip = self._dual_clip()
+        return SequenceLevel(band=self.band(), dual_clip=clip, temper=self.temper, unit=self.unit)
 
     def _dual_clip(self) -> DualClip | None:
         if self.dual_clip == "length_fair":
@@ -228,7 +228,7 @@ class FSPOLoss(Loss):
         return self.noise
 
     def check_noise(self, noise: Noise, lengths: Sequence[int], origin: str) -> None:
-        band = FSPOState(self, noise, longest=max(lengths), window=0).section().band()
+        band = self.start(noise, longest=max(lengths)).section().band()
         rates = noise.clip_rates(torch.tensor(lengths), band)
         if (worst := rates.max().item()) > self.max_noise_clip_rate:
             raise InputError(
@@ -253,8 +253,9 @@ class FSPOState(LossState):
     """The band of FSPO during a run: its width, from calibration on whole rollouts, and its centre.
 
     S has the mean −σ²L/2 (``calibration.drift_of``), and σ grows with each update on a rollout. So σ̂ is the
-    median of the last rollouts at the same optimizer step. It counts up to c, usually twice as large: beyond,
-    a centre that follows would let a policy that runs away run further.
+    median of the last rollouts at the same optimizer step, or at the last of the first epoch: later, S is of
+    responses that were trained on, whose spread is learning. It counts up to c, usually twice as large:
+    beyond, a centre that follows would let a policy that runs away run further.
     """
 
     def __init__(self, loss: FSPOLoss, noise: Noise | None, *, longest: int, window: int) -> None:
@@ -298,17 +299,18 @@ class FSPOState(LossState):
         return self.section(on_policy=on_policy, update=update).objective()
 
     def observe(
-        self, log_ratio_sums: Tensor, lengths: Tensor, *, update: int, sigma: float | None, warm: bool
+        self, log_ratio_sums: Tensor, lengths: Tensor, *, update: int, warm: bool, fresh: bool = True
     ) -> None:
-        if not sigma:  # 0 until an update has moved the policy
+        log_ratio_sums, lengths = usable(log_ratio_sums, lengths)
+        if not log_ratio_sums.count_nonzero():  # no update has moved the policy
             return
-        if self._loss.drift == "auto":
+        if self._loss.drift == "auto" and fresh:
             self._seen = max(self._seen, int(lengths.max()))
             spread = centred_sigma(log_ratio_sums, lengths)
             self._spreads[update] = [*self._spreads.get(update, []), spread][-WATCHED:]
-            log_ratio_sums = around_drift(log_ratio_sums, lengths)
         if warm and self._calibrator is not None:
-            self._calibrator.observe(log_ratio_sums, lengths)
+            drift = self.section(update=update).band().drift
+            self._calibrator.observe(log_ratio_sums - drift * lengths if drift else log_ratio_sums, lengths)
 
     def calibrated(self) -> str | None:
         calibrator, loss = self._calibrator, self._loss
@@ -334,8 +336,7 @@ class FSPOState(LossState):
         return {f"fspo/{name}": getattr(band, name) for name in ("c_low", "c_high", "drift", "exponent")}
 
     def noise_metrics(self, lengths: Tensor, out_of_band: float) -> dict[str, float]:
-        """Return ``fspo/noise_clip_rate``, the share that noise alone is expected to put out of band, and
-        ``fspo/noise_clip_share``, its ratio to ``out_of_band``, at most 1."""
+        """Return the share that noise alone is expected to put out of band, and its part of that outside."""
         if self._noise is None or not len(lengths):
             return {}
         rate = self._noise.clip_rates(lengths, self.section().band()).mean().item()
@@ -381,8 +382,7 @@ class FSPOState(LossState):
         return {"spreads": spreads, "longest": self._seen, "calibrator": calibrator}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the band of a checkpoint; keys of the configuration take precedence. Raises
-        ``InputError`` if it was measured with other settings."""
+        """Continue with the band of a checkpoint. Raises ``InputError`` if it was measured otherwise."""
         self._spreads = {int(update): list(some) for update, some in state.get("spreads", {}).items()}
         self._seen = state.get("longest", 0)
         measured = state.get("calibrator")

@@ -193,14 +193,6 @@ def centred_sigma(log_ratio_sums: Tensor, lengths: Tensor) -> float:
     return sigma_hat(sums - middle * kept, kept)
 
 
-def around_drift(log_ratio_sums: Tensor, lengths: Tensor) -> Tensor:
-    """Return S [N] less its drift −σ̂²L/2, for sequences of L [N] from one optimizer step on a rollout; S
-    itself if the drift of the longest is below :data:`LEAST_DRIFT` of the half width 2σ̂√L."""
-    sigma = centred_sigma(log_ratio_sums, lengths)
-    matters = sigma * math.sqrt(int(lengths.max())) > 4 * LEAST_DRIFT
-    return log_ratio_sums - drift_of(sigma) * lengths if matters else log_ratio_sums
-
-
 class BandCalibrator:
     """Measures c = multiple·σ̂ over windows of off-policy mini-batches until two consecutive windows agree.
 

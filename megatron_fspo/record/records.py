@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fspo.objective import effective_sample_size, length_reweighting_error
-from megatron_fspo.objective.calibration import around_drift, fit_exponent, sigma_hat
+from megatron_fspo.objective.calibration import fit_exponent, sigma_hat
 from megatron_fspo.objective.surrogate import LossTerms
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.segments import sequence_sums
@@ -50,6 +50,8 @@ class SequenceRecord:
     """Tokens that a router would have sent to other experts than the old pass did."""
     flipped_log_ratio_sum: float = 0.0
     """Their part of S."""
+    drift: float = 0.0
+    """Centre of the band, in nats per token."""
 
     @property
     def counts(self) -> bool:
@@ -72,8 +74,8 @@ _COLUMNS = (
 class Recorder:
     """Observes a policy loss. What it sees stays on the device until the schedule is over."""
 
-    def __init__(self, update: int, every: int = 0) -> None:
-        self._update = update
+    def __init__(self, update: int, every: int = 0, drift: float = 0.0) -> None:
+        self._update, self._drift = update, drift
         self.every = every
         """Token log-probs are kept of every so many samples; 0: of none."""
         self._seen: list[tuple[MicroBatch, Tensor]] = []
@@ -117,7 +119,9 @@ class Recorder:
         values["flipped"] = [int(count) for count in values["flipped"]]
         fields = dict(zip(("sample", "length", "advantage"), known, strict=True)) | values
         return [
-            SequenceRecord(rank=rank, update=self._update, **dict(zip(fields, row, strict=True)))
+            SequenceRecord(
+                rank=rank, update=self._update, drift=self._drift, **dict(zip(fields, row, strict=True))
+            )
             for row in zip(*fields.values(), strict=True)
         ]
 
@@ -150,7 +154,6 @@ def clip_metrics(
     samples: int,
     seed: int,
     exponent: float = 0.5,
-    centred: bool = False,
 ) -> dict[str, float]:
     """Clip rates, length fairness and spread over the off-policy records of one step.
 
@@ -160,9 +163,7 @@ def clip_metrics(
         measured: those that ``fspo/sigma_hat`` and ``fspo/exponent_fit`` are of; all of them without it.
         samples: responses to a prompt, which go together.
         seed: for the errors of chance behind the null floor of LRE.
-        exponent: a of the band, and of σ̂.
-        centred: the band is centred on the drift of S, and ``fspo/sigma_hat`` and ``fspo/exponent_fit`` are
-            around it.
+        exponent: a of the band, and of σ̂, which is around its centre.
 
     Returns:
         among them how evenly the sequences with an advantage carry the gradient, by their importance weights:
@@ -175,7 +176,8 @@ def clip_metrics(
         return {}
     lengths = as_tensors(records)[1]
     spread = records if measured is None else [r for r in measured if r.counts]
-    sums, kept = _around_drift(spread) if centred and spread else as_tensors(spread)
+    sums, kept = as_tensors(spread)
+    sums -= torch.tensor([r.drift for r in spread]) * kept
     outside = torch.tensor([r.out_of_band for r in records])
     # Sign-aware: a sequence without an advantage can never be clipped and says nothing.
     decided = [r for r in records if r.advantage != 0]
@@ -220,13 +222,6 @@ def clip_metrics(
             here = [r for r in records if bin.low <= r.length <= bin.high]
             metrics |= {f"fspo/{name}/bin_{number}": value for name, value in _sides(here).items()}
     return metrics
-
-
-def _around_drift(records: Sequence[SequenceRecord]) -> tuple[Tensor, Tensor]:
-    """Return S [N] less the drift of its optimizer step, and L [N]; ordered by step."""
-    steps = sorted({r.update for r in records})
-    parts = [as_tensors([r for r in records if r.update == step]) for step in steps]
-    return torch.cat([around_drift(*part) for part in parts]), torch.cat([lengths for _, lengths in parts])
 
 
 def _sides(records: Sequence[SequenceRecord]) -> dict[str, float]:

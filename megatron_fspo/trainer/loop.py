@@ -114,7 +114,8 @@ def train_step(run: Training) -> dict[str, float]:
         with log.phase("update_actor", len(mini_batches), "step") as progress:
             for mini_batch in mini_batches:
                 steps.append(update(run, batch, mini_batch, before=steps))
-                observe(steps[-1], state, groups, log, warm=batch.warm)
+                fresh = len(steps) <= len(batch.mini_batches)
+                observe(steps[-1], state, groups, log, warm=batch.warm, fresh=fresh)
                 progress(1)
                 # Weights in the middle of a step are not saved, so it is given up only if all before it are.
                 if state.saved == state.step and len(steps) < len(mini_batches):

@@ -82,7 +82,6 @@ def update_metrics(run: Training, batch: TrainingBatch, steps: Sequence[Optimize
         samples=config.rollout.samples,
         seed=config.run.seed,
         exponent=band.get("fspo/exponent", 0.5),
-        centred=band.get("fspo/drift", 0.0) != 0,
     )
     for topic, text in loss.width_warnings(clips | band, warm=batch.warm).items():
         log.warn_once(topic, f"step {number}: {text}")

@@ -26,10 +26,11 @@ from megatron_fspo.config import Config, Optimizer
 from megatron_fspo.errors import Diverged, TrainingError
 from megatron_fspo.mcore.model.policy import Update
 from megatron_fspo.mcore.model.policy_loss import PolicyLoss
+from megatron_fspo.objective import SequenceLevel
 from megatron_fspo.packing.batch import Packs
 from megatron_fspo.parallel.groups import ParallelGroups, Totals, agreed, any_rank, gather_lists, means, share
 from megatron_fspo.record.log import RunLog
-from megatron_fspo.record.records import Recorder, SequenceRecord, as_tensors, sigma_of
+from megatron_fspo.record.records import Recorder, SequenceRecord, as_tensors
 from megatron_fspo.record.tokens import Piece
 from megatron_fspo.trainer.batch import TrainingBatch
 from megatron_fspo.trainer.rollout import Rollout
@@ -87,9 +88,11 @@ def update(
     number = len(before) + 1
     name = f"step {state.step + 1}, optimizer step {number}"
     kept = 0 if on_policy else config.log.tokens
-    recorder = Recorder(number, every=math.ceil(len(batch.rollout) / kept) if kept else 0)
+    objective = state.loss.objective(on_policy=on_policy, update=number)
+    drift = objective.band.drift if isinstance(objective, SequenceLevel) else 0.0
+    recorder = Recorder(number, every=math.ceil(len(batch.rollout) / kept) if kept else 0, drift=drift)
     loss = PolicyLoss(
-        objective=state.loss.objective(on_policy=on_policy, update=number),
+        objective=objective,
         scoring=run.scoring,
         entropy_coef=config.loss.entropy_coef,
         kl_coef=config.loss.kl_coef,
@@ -236,14 +239,17 @@ def _off_policy(step: int, wrong: Sequence[SequenceRecord], rollout: Rollout, re
     )
 
 
-def observe(step: OptimizerStep, state: State, groups: ParallelGroups, log: RunLog, *, warm: bool) -> None:
+def observe(
+    step: OptimizerStep, state: State, groups: ParallelGroups, log: RunLog, *, warm: bool, fresh: bool
+) -> None:
     """Let the band of the loss learn from an optimizer step, if it is to be measured, identically on every
-    rank. ``warm``: the learning rate's warm-up was over. Collective."""
+    rank. ``warm``: the learning rate's warm-up was over; ``fresh``: the step was in the first epoch.
+    Collective."""
     if not step.measured:
         return
     loss, before = state.loss, state.loss.calibrated()
     sums, lengths = as_tensors(step.records)
-    loss.observe(sums, lengths, update=step.number, sigma=sigma_of(step.records), warm=warm)
+    loss.observe(sums, lengths, update=step.number, warm=warm, fresh=fresh)
     # Results may differ in rounding on other processors, so use the first rank's.
     loss.load_state_dict(agreed(loss.state_dict(), groups))
     if (band := loss.calibrated()) != before:

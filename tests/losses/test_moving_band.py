@@ -32,7 +32,7 @@ def sums(seed: int, sigma: float = 0.05) -> Tensor:
 
 
 def observe(loss: LossState, s: Tensor, *, update: int = 2, warm: bool = True) -> None:
-    loss.observe(s, LENGTHS, update=update, sigma=sigma_hat(s, LENGTHS), warm=warm)
+    loss.observe(s, LENGTHS, update=update, warm=warm)
 
 
 @pytest.mark.parametrize(
@@ -63,15 +63,15 @@ def test_calibration_waits_for_warm_batches_then_stays() -> None:
     given = {"fspo/c_low": 0.02, "fspo/c_high": 0.04, "fspo/drift": 0.0, "fspo/exponent": 0.25}
     for seed in range(3):
         observe(loss, sums(seed, sigma=1e-4), warm=False)
-    loss.observe(torch.zeros(4), LENGTHS, update=2, sigma=0.0, warm=True)  # nothing has moved: says nothing
-    loss.observe(sums(4) * math.nan, LENGTHS, update=2, sigma=None, warm=True)
+    loss.observe(torch.zeros(4), LENGTHS, update=2, warm=True)  # nothing has moved: says nothing
+    loss.observe(sums(4) * math.nan, LENGTHS, update=2, warm=True)
     assert loss.metrics() == given and loss.calibrated() is None
     batch = torch.cat([sums(seed) for seed in range(50)])
     lengths = LENGTHS.repeat(50)
     for number in range(6):
         assert (loss.metrics() == given) == (number < 3)
         assert (loss.calibrated() is None) == (number < 3)
-        loss.observe(batch, lengths, update=2, sigma=0.05, warm=True)
+        loss.observe(batch, lengths, update=2, warm=True)
 
     c = 2 * sigma_hat(batch, lengths, 0.25)
     # The two sides keep their ratio, and c is their mean.
@@ -81,7 +81,7 @@ def test_calibration_waits_for_warm_batches_then_stays() -> None:
     assert isinstance(objective, SequenceLevel)
     assert isinstance(objective.dual_clip, LengthFairDualClip)
     assert objective.dual_clip.c == pytest.approx(2 * c / 0.75)
-    observe(loss, sums(5, sigma=3.0))
+    observe(loss, sums(5))
     assert loss.objective() == objective
 
 
@@ -118,7 +118,7 @@ def test_a_measured_exponent_comes_with_the_width_and_stays() -> None:
     for seed in range(7):
         assert (loss.calibrated() is None) == (seed < 3)
         noise = torch.randn(len(lengths), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        loss.observe(0.02 * noise * lengths**0.8, lengths, update=2, sigma=0.1, warm=True)
+        loss.observe(0.02 * noise * lengths**0.8, lengths, update=2, warm=True)
     objective = loss.objective()
     assert isinstance(objective, SequenceLevel) and isinstance(objective.band, FSPOBand)
     assert isinstance(objective.dual_clip, LengthFairDualClip)

@@ -93,7 +93,7 @@ def test_the_drift_of_the_sampler_is_the_centre_of_the_band_where_s_starts_from_
     lengths = torch.tensor([10_000.0]).repeat(64)
     spread = torch.linspace(-1, 1, 64) * lengths.sqrt()
     for _ in range(2):
-        state.observe(0.01 * noise.spread * spread, lengths, update=1, sigma=0.1, warm=True)
+        state.observe(0.01 * noise.spread * spread, lengths, update=1, warm=True)
     assert state.metrics()["fspo/drift"] == noise.drift  # updates have added nothing
     own = run.loss.start(noise_of_run(config(*wide(file))), longest=10_000)
     assert own.metrics()["fspo/drift"] == 0  # the trainer's own log-probs: S of noise has no such mean

@@ -159,7 +159,7 @@ class Place:
         with wrap(BandCalibrator, "observe", nudge) if self.here else nullcontext():
             step: Any = SimpleNamespace(records=records, number=2, measured=True)
             state: Any = SimpleNamespace(loss=loss, step=0)
-            observe(step, state, self.groups, mock.Mock(), warm=True)
+            observe(step, state, self.groups, mock.Mock(), warm=True, fresh=True)
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, loss.state_dict())
         return [] if all(state == everywhere[0] for state in everywhere) else ["the band"]

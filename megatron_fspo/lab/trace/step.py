@@ -96,7 +96,7 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
         with watch.during("update"):
             for mini_batch in batch.mini_batches:
                 steps.append(update(run, batch, mini_batch, before=steps))
-                observe(steps[-1], run.state, groups, run.log, warm=batch.warm)
+                observe(steps[-1], run.state, groups, run.log, warm=batch.warm, fresh=True)
         facts: dict[str, Any] = {"micro_batches": len(batch.packs)}
         del batch, mini_batch, steps
         run.policy.zero_gradients()
