@@ -89,7 +89,7 @@ ARMS = {
     "pnpo": "PNPO",
 }
 DENSITY_ARMS = ARMS | {"narrow": "√L c/4", "measured": "√L again", "none": "no band", "bare": "no clip"}
-NAMES = {"density": DENSITY_ARMS, "drift": {"auto": "auto", "none": "none"}}
+NAMES = {"density": DENSITY_ARMS, "drift": {"auto": "auto", "none": "none", "always": "always"}}
 
 
 @dataclass(frozen=True, kw_only=True)

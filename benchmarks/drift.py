@@ -6,9 +6,10 @@
 The task and the tables of benchmarks/density.py, all tokens uncertain. A rollout has prompts of 64, 512 and
 4,096 tokens, 8 responses each, and gets 8 Adam steps, the first on-policy. *Fresh*: 16 prompts of each
 length, and a step on two of each at a time, so no response has been trained on when its S is measured.
-*Reused*: 8 prompts of each length, and every step on all of them. Advantages are group-normalised. In the
-first two rollouts the learning rate warms up. The loss is ``FSPOLoss`` as shipped, its band from
-``FSPOState``: c calibrated after the warm-up and followed, dual clip at 2c. Arms: ``drift`` = auto and none.
+*Twice*: 16, in four mini-batches and two epochs. *Reused*: 8, all in every step. Advantages are
+group-normalised. In the first two rollouts the learning rate warms up. The loss is ``FSPOLoss`` as shipped,
+its band from ``FSPOState``: c calibrated after the warm-up and kept, dual clip at 2c. Arms: ``drift`` = auto
+and none; *always* takes σ̂ from later epochs, too, as auto did before (in *reused*, auto is none).
 Claims: benchmarks/evidence/claims_drift.toml.
 
 Figures of the last eight rollouts, off-policy steps, but for accuracy, which is that at the end, computed:
@@ -39,11 +40,14 @@ from density import BLOCK, SAMPLES, SYMBOLS, Policy, places
 from machine import ROOT, machine, options_of
 from megatron_fspo.losses import FSPOLoss
 from megatron_fspo.objective import effective_sample_size, group_normalized_advantages, sequence_surrogate
-from megatron_fspo.objective.calibration import centred_sigma, sigma_hat
+from megatron_fspo.objective.calibration import centred_sigma
 
 LENGTHS, UPDATES, WARM, ROLLOUTS, LATE = (64, 512, 4096), 8, 2, 16, 8
-SEEDS, ARMS, TEMPERS = range(1, 21), ("auto", "none"), (0.0, 0.5)
-PROMPTS, RATES = {"fresh": 16, "reused": 8}, {"fresh": 0.03, "reused": 0.01}
+SEEDS, TEMPERS = range(21, 41), (0.0, 0.5)
+ARMS = {"fresh": ("auto", "none"), "twice": ("auto", "none"), "reused": ("always", "none")}
+PROMPTS, PARTS = {"fresh": 16, "twice": 16, "reused": 8}, {"fresh": 8, "twice": 4, "reused": 1}
+"""Prompts of each length; mini-batches."""
+RATES = {"fresh": 0.03, "twice": 0.03, "reused": 0.01}
 FIGURES = ("below", "above", "positive", "negative", "positive_short", "negative_short")
 FIGURES += ("clipped", "mean", "spread", "ess")
 FOLDER, RESULT = ROOT / "runs/drift", ROOT / "benchmarks/results/evidence_drift.json"
@@ -100,7 +104,7 @@ def train(
     generator, each = torch.Generator().manual_seed(seed), PROMPTS[data] * SAMPLES
     policy, state = (
         Policy(generator, LENGTHS[-1]),
-        FSPOLoss(temper=temper, drift=arm).start(
+        FSPOLoss(temper=temper, drift="none" if arm == "none" else "auto").start(
             longest=LENGTHS[-1], updates=UPDATES - 1, rollouts=ROLLOUTS - WARM
         ),
     )
@@ -111,8 +115,8 @@ def train(
         scaled = [group_normalized_advantages(reward.view(-1, SAMPLES)).flatten() for _, reward in sampled]
         old, steps, kept = policy.log_probs().detach(), [], []
         for update in range(UPDATES):
-            size = each // UPDATES
-            part = slice(update * size, (update + 1) * size) if data == "fresh" else slice(None)
+            epoch, number = divmod(update, PARTS[data])
+            part = slice(number * each // PARTS[data], (number + 1) * each // PARTS[data])
             gap = (policy.log_probs() - old).flatten()
             total = torch.cat([counts[part] @ gap[: counts.shape[1]] for counts, _ in sampled])
             advantages = torch.cat([one[part] for one in scaled])
@@ -129,8 +133,8 @@ def train(
             if update:
                 steps.append(figures_of(now, lengths, advantages, found, band))
                 kept.append((now.numpy(), advantages.numpy(), band.c_high, band.drift))
-                sigma = sigma_hat(now, lengths)
-                state.observe(now, lengths, update=update + 1, sigma=sigma, warm=rollout >= WARM)
+                fresh = not epoch or arm == "always"
+                state.observe(now, lengths, update=update + 1, warm=rollout >= WARM, fresh=fresh)
         kl.append(kl_of(old, policy.log_probs().detach(), sampled[-1][0]))
         curves.append(steps)
         records.append([np.array(column) for column in zip(*kept, strict=True)])
@@ -163,7 +167,9 @@ def main() -> None:
     path = FOLDER / "runs.jsonl"
     read = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     there = {(run["arm"], run["seed"]) for run in read}
-    for seed, data, temper, arm in product(args.seeds, PROMPTS, TEMPERS, ARMS):
+    for seed, data, temper, arm in (
+        (s, d, t, a) for s, d, t in product(args.seeds, PROMPTS, TEMPERS) for a in ARMS[d]
+    ):
         if args.pilot:
             if data != args.pilot[0]:
                 continue
@@ -180,7 +186,7 @@ def main() -> None:
                 file.write(json.dumps(run) + "\n")
     runs = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     runs = sorted((run for run in runs if run["seed"] in SEEDS), key=lambda run: (run["arm"], run["seed"]))
-    if len(runs) == len(SEEDS) * len(ARMS) * len(TEMPERS) * len(PROMPTS):
+    if len(runs) == len(SEEDS) * len(TEMPERS) * sum(map(len, ARMS.values())):
         result = {"command": "python benchmarks/drift.py", "machine": machine(), "runs": runs}
         RESULT.write_text(json.dumps(result).replace('{"arm"', '\n{"arm"') + "\n", encoding="utf-8")
         files = {path.stem: np.load(path) for path in sorted(FOLDER.glob("*.npz"))}

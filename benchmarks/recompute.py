@@ -12,7 +12,7 @@ so large a one if its sign were random in every seed (100,000 draws); and of see
 clipped in the last four rollouts, from S, A and c.
 
 Of every arm of drift.py: accuracy at 4,096 tokens, mean over seeds; its difference from drift = none, and the
-chance of it as above; and of seed 1, from S, A, c and drift, of the longest third: the shares below and above
+chance of it as above; and of the first seed, from S, A, c and drift, of the longest third: the shares below and above
 the band, and the shares clipped of A > 0 and A < 0.
 """
 
@@ -95,7 +95,7 @@ def density(path):
 
 
 def drift(path):
-    """Arm → accuracy, less none, p; of seed 1 below, above, clipped of A > 0, of A < 0."""
+    """Arm → accuracy, less none, p; of the first seed below, above, clipped of A > 0, of A < 0."""
     file, found = np.load(path), {}
     for name, row in accuracies(path, "none").items():
         key = name.replace("/", ".")

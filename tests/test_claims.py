@@ -89,7 +89,11 @@ def test_claims_are_of_sweeps_and_compared_by_seed() -> None:
         }
         assert one.part == "density" and {one.arm, one.less} <= of_setting
     for one in read_claims(REPO / "benchmarks/evidence/claims_drift.toml"):
-        arms = {drift.name_of(*each) for each in product(drift.PROMPTS, drift.TEMPERS, drift.ARMS)}
+        arms = {
+            drift.name_of(*each, arm)
+            for each in product(drift.ARMS, drift.TEMPERS)
+            for arm in drift.ARMS[each[0]]
+        }
         assert one.part == "drift" and {one.arm, one.less} <= arms
     runs = [("a", 1, 0.5), ("b", 2, 0.1), ("b", 1, 0.2), ("a", 3, 0.9)]
     result = {"runs": [{"arm": arm, "seed": seed, "f": value} for arm, seed, value in runs]}

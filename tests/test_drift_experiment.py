@@ -41,6 +41,8 @@ def test_a_run_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
         drift.train("fresh", 0.0, arm, seed=1000) for arm in ("auto", "auto", "none")
     )
     assert auto == again and auto["drift"] <= 0 == none["drift"]
+    always, _ = drift.train("reused", 0.5, "always", seed=1000)
+    assert always["drift"] < 0
     assert len(records) == drift.ROLLOUTS and records[0][0].shape == (7, 48)
 
 
@@ -48,10 +50,10 @@ def test_kept_records_give_the_figures_again() -> None:
     runs = json.loads(RESULT.read_text(encoding="utf-8"))["runs"]
     found = recompute.drift(RESULT.with_suffix(".npz"))
     names = ("below", "above", "positive", "negative")
-    assert len(found) == 8
+    assert len(found) == 12
     for name, (accuracy, _, _, *shares) in found.items():
         mine = [run for run in runs if run["arm"] == name]
         assert {run["seed"] for run in mine} == {*drift.SEEDS}
         assert accuracy == pytest.approx(sum(run["accuracy/long"] for run in mine) / len(mine))
-        first = next(run for run in mine if run["seed"] == 1)
+        first = next(run for run in mine if run["seed"] == drift.SEEDS[0])
         assert shares == pytest.approx([first[kind] for kind in names], abs=1e-3)
