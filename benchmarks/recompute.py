@@ -12,8 +12,8 @@ so large a one if its sign were random in every seed (100,000 draws); and of see
 clipped in the last four rollouts, from S, A and c.
 
 Of every arm of drift.py: accuracy at 4,096 tokens, mean over seeds; its difference from drift = none, and the
-chance of it as above; and of the first seed, from S, A, c and drift, of the longest third: the shares below and above
-the band, and the shares clipped of A > 0 and A < 0.
+chance of it as above; and of the first seed, from S, A, c and drift, of the longest third: the shares below
+and above the band, and the shares clipped of A > 0 and A < 0.
 """
 
 import argparse

@@ -52,7 +52,7 @@ def drift(found: Mapping[str, Any]) -> dict[str, str]:
     shown = ("clipped", "below", "above", "positive", "negative")
     head = ("", "clipped", "below", "above", "A > 0", "A < 0", "KL, nats", "accuracy")
     body = [f"{head[0]:<18}" + "".join(f"{name:>10}" for name in head[1:])]
-    for arm in sorted({run["arm"] for run in found["runs"]}):
+    for arm in dict.fromkeys(run["arm"] for run in found["runs"]):
         runs = [run for run in found["runs"] if run["arm"] == arm]
         mean = {key: np.mean([run[key] for run in runs]) for key in runs[0] if key not in ("arm", "seed")}
         shares = "".join(f"{mean[key]:>10.1%}" for key in shown)
