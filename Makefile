@@ -185,7 +185,8 @@ clean:  ## remove environments, runs and caches
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(1): the environment; what to install follows. UV=uv takes that in place of pip: faster, from one cache.
-install = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python,$(1)/bin/pip install --quiet)
+uv_install = $(UV) pip install --quiet $(if $(filter 0,$(PIP_COMPILE)),,--compile-bytecode)
+install = $(if $(UV),$(uv_install) --python $(1)/bin/python,$(1)/bin/pip install --quiet)
 
 # $(1): the Python to use; $(2): the folder. Through a link, that of another checkout would be emptied.
 new_venv = @test ! -L $(2) || { echo "$(2) is a link: it is made where it leads to"; exit 2; }; $(1) -m venv --clear $(2)

@@ -142,7 +142,7 @@ MUTANTS = {
         "tuple(ids[1:] if ended", "tuple(ids if ended", "test_text.py",
     ),
     "drift: the wrong sign": Mutant(
-        "return 0.0 - sigma * sigma / 2.0", "return sigma * sigma / 2.0", "test_length_band.py",
+        "drift -= max(sigma**2", "drift += max(sigma**2", "test_length_band.py",
     ),
     "drift: that of the last optimizer step for all": Mutant(
         "if step <= update and len(some) > 1", "if len(some) > 1", "test_length_band.py",

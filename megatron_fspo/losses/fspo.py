@@ -22,7 +22,6 @@ from megatron_fspo.objective.calibration import (
     LEAST_DRIFT,
     BandCalibrator,
     centred_sigma,
-    drift_of,
     fit_exponent,
     usable,
 )
@@ -81,9 +80,8 @@ class FSPOLoss(Loss):
     )
     calibrate: NonNegativeInt | None = Field(
         None,
-        description="after the warm-up, set the mean of c_low and c_high to 2 sigma-hat of S / L^exponent "
-        "until two windows of this many off-policy mini-batches agree; keeps their ratio. 0: off; none: two "
-        "rollouts if c_low = c_high = 0.03 and run.steps suffice, else off",
+        description="after the warm-up, set the mean of c_low and c_high to 2 sigma-hat until two windows of "
+        "this many off-policy mini-batches agree. 0: off; none: two rollouts if c_low = c_high = 0.03, or off",
     )
     recalibrate: bool = Field(
         False,
@@ -125,18 +123,20 @@ class FSPOLoss(Loss):
         return self
 
     def with_band(
-        self, *, c_low: float, c_high: float, drift: float | None = None, exponent: float | None = None
+        self,
+        *,
+        c_low: float | None = None,
+        c_high: float | None = None,
+        drift: float | None = None,
+        exponent: float | None = None,
     ) -> FSPOLoss:
         """Return the loss with another band; ``c_dual`` scales with ``c_high``, and None leaves a key
         unchanged."""
-        c_dual = None if self.c_dual is None else self.c_dual * c_high / self.c_high
-        changes: dict[str, Any] = {"c_low": c_low, "c_high": c_high, "c_dual": c_dual}
-        changes |= {} if exponent is None else {"exponent": exponent}
+        changes: dict[str, Any] = {"c_low": c_low, "c_high": c_high, "exponent": exponent}
         changes |= {} if drift is None else {"drift": "given", "drift_value": drift}
-        return self.model_copy(update=changes)
-
-    def with_drift(self, drift: float) -> FSPOLoss:
-        return self.with_band(c_low=self.c_low, c_high=self.c_high, drift=drift)
+        if self.c_dual is not None and c_high is not None:
+            changes["c_dual"] = self.c_dual * c_high / self.c_high
+        return self.model_copy(update={key: value for key, value in changes.items() if value is not None})
 
     def band(self) -> FSPOBand:
         """Return the band of these keys: without drift if it is to be estimated, and of width √L if the
@@ -146,14 +146,14 @@ class FSPOLoss(Loss):
         return FSPOBand(c_low=self.c_low, c_high=self.c_high, drift=drift, exponent=power)
 
     def objective(self) -> SequenceLevel:
-        clip = self._dual_clip()
-        return SequenceLevel(band=self.band(), dual_clip=clip, temper=self.temper, unit=self.unit)
-
-    def _dual_clip(self) -> DualClip | None:
+        band = self.band()
+        clip: DualClip | None = None
         if self.dual_clip == "length_fair":
-            band, c = self.band(), self.c_dual or 2 * self.c_high
-            return LengthFairDualClip(c=c, exponent=band.exponent, drift=band.drift)
-        return ConstantDualClip(ratio=self.dual_clip_ratio) if self.dual_clip == "constant" else None
+            c = self.c_dual or 2 * self.c_high
+            clip = LengthFairDualClip(c=c, exponent=band.exponent, drift=band.drift)
+        elif self.dual_clip == "constant":
+            clip = ConstantDualClip(ratio=self.dual_clip_ratio)
+        return SequenceLevel(band=band, dual_clip=clip, temper=self.temper, unit=self.unit)
 
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
         # The reference for `verify` and tests; training uses objective().
@@ -280,7 +280,7 @@ class FSPOState(LossState):
             loss = loss.with_band(c_low=scale * loss.c_low, c_high=scale * loss.c_high, exponent=exponent)
         if loss.drift != "auto":
             return loss
-        loss = loss.with_drift(0.0)
+        loss = loss.with_band(drift=0.0)
         if on_policy:
             return loss
         drift, variance = 0.0, 0.0
@@ -289,11 +289,11 @@ class FSPOState(LossState):
         # Not one rollout: Adam's first updates can be ten times as large as later ones.
         if known := [step for step, some in self._spreads.items() if step <= update and len(some) > 1]:
             sigma = min(median_low(self._spreads[max(known)]), (loss.c_low + loss.c_high) / 2)
-            drift += drift_of(math.sqrt(max(sigma**2 - variance, 0.0)))
+            drift -= max(sigma**2 - variance, 0.0) / 2
         length = float(self._seen or self._longest)
         low, high = loss.band().bounds(torch.tensor([length], dtype=torch.float64))
         matters = abs(drift) * length > LEAST_DRIFT * min(-low.item(), high.item())
-        return loss.with_drift(drift) if matters else loss
+        return loss.with_band(drift=drift) if matters else loss
 
     def objective(self, *, on_policy: bool = False, update: int = 2**31) -> SequenceLevel:
         return self.section(on_policy=on_policy, update=update).objective()

@@ -5,6 +5,8 @@ Rewards are user code: their errors become a :class:`Failure`, which names the r
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
 import reprlib
 import traceback
@@ -16,7 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from megatron_fspo.job.remote import one_line
+from megatron_fspo.job.remote import Loop, one_line
+from megatron_fspo.rewards.extract import extract
+from megatron_fspo.rewards.normalise import canonical, form
+from megatron_fspo.rewards.registry import AnyReward
 from megatron_fspo.types import Completion, Prompt
 
 LARGEST = 1e6
@@ -114,6 +119,46 @@ class Verifier(ABC):
 
     def close(self) -> None:  # noqa: B027  most have nothing to close
         """Release resources."""
+
+
+class Function(Verifier):
+    """A reward that is a function. ``extract`` is the rule for the answer that majority votes count
+    (``reward.extract``). A plain function runs in threads of ``loop``, or in the calling thread if that is
+    None; an ``async`` one, and what a plain one returns to be awaited, on ``loop``."""
+
+    def __init__(self, reward: AnyReward, extract: str, loop: Loop | None) -> None:
+        self._reward, self._extract, self._loop = reward, extract, loop
+        self._is_async = any(map(inspect.iscoroutinefunction, (reward, type(reward).__call__)))
+
+    def grade(self, request: GradeRequest) -> GradeOrFailure | Future[GradeOrFailure]:
+        return self._call(request) if self._loop is None else self._loop.submit(self.graded(request))
+
+    async def graded(self, request: GradeRequest) -> GradeOrFailure:
+        """Return the grade. Runs on the loop."""
+        try:
+            in_threads = asyncio.get_running_loop().run_in_executor
+            value = self._call(request) if self._is_async else await in_threads(None, self._call, request)
+            return self._grade_of(await value, request) if inspect.isawaitable(value) else value
+        except BaseException as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # we are closing; the reward did not raise it
+                raise
+            return request.raised(error)
+
+    def _call(self, request: GradeRequest) -> Any:
+        """Return the grade, or what the function returned to be awaited."""
+        try:
+            value = self._reward(request.prompt, request.completion, request.response)
+            return value if inspect.isawaitable(value) else self._grade_of(value, request)
+        except BaseException as error:
+            return request.raised(error)
+
+    def _grade_of(self, value: object, request: GradeRequest) -> GradeOrFailure:
+        score = request.number(value)
+        if isinstance(score, Failure):
+            return score
+        answer = extract(request.final, self._extract)
+        return Grade(score=score, answer=None if answer is None else canonical(form(answer)))
 
 
 def outcome(one: GradeOrFailure | Future[GradeOrFailure], request: GradeRequest) -> GradeOrFailure:

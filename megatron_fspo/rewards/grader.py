@@ -23,6 +23,7 @@ from megatron_fspo.rewards.extract import after_thinking, extract
 from megatron_fspo.rewards.grade import (
     LARGEST,
     Failure,
+    Function,
     Grade,
     GradeOrFailure,
     GradeRequest,
@@ -30,7 +31,7 @@ from megatron_fspo.rewards.grade import (
     outcome,
 )
 from megatron_fspo.rewards.normalise import canonical, form
-from megatron_fspo.rewards.process import Function, Own, RewardProcess, standing
+from megatron_fspo.rewards.process import Own, RewardProcess, standing
 from megatron_fspo.rewards.registry import VERIFIERS, built_in, get_reward, module_of
 from megatron_fspo.types import Completion, Prompt
 

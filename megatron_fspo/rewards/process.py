@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import importlib
-import inspect
 import json
 import pickle
 import signal
@@ -23,59 +22,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from traceback import walk_stack
 from types import CoroutineType
 from typing import Any
 
 from megatron_fspo.job.parent import end_with_parent, has_ended, kill_and_wait, start_python
 from megatron_fspo.job.remote import Loop
-from megatron_fspo.rewards.extract import extract
-from megatron_fspo.rewards.grade import Failure, Grade, GradeOrFailure, GradeRequest, Verifier
-from megatron_fspo.rewards.normalise import canonical, form
-from megatron_fspo.rewards.registry import AnyReward, get_reward
+from megatron_fspo.rewards.grade import Failure, Function, Grade, GradeOrFailure, GradeRequest, Verifier
+from megatron_fspo.rewards.registry import get_reward
 
 STANDING_SECONDS = 10.0  # that the process has to tell at which lines its calls stand
 _END_SECONDS, _LOOK_SECONDS = 1.0, 0.1
-
-
-class Function(Verifier):
-    """A reward that is a function. ``extract`` is the rule for the answer that majority votes count
-    (``reward.extract``). A plain function runs in threads of ``loop``, or in the calling thread if that is
-    None; an ``async`` one, and what a plain one returns to be awaited, on ``loop``."""
-
-    def __init__(self, reward: AnyReward, extract: str, loop: Loop | None) -> None:
-        self._reward, self._extract, self._loop = reward, extract, loop
-        self._is_async = any(map(inspect.iscoroutinefunction, (reward, type(reward).__call__)))
-
-    def grade(self, request: GradeRequest) -> GradeOrFailure | Future[GradeOrFailure]:
-        return self._call(request) if self._loop is None else self._loop.submit(self.graded(request))
-
-    async def graded(self, request: GradeRequest) -> GradeOrFailure:
-        """Return the grade. Runs on the loop."""
-        try:
-            in_threads = asyncio.get_running_loop().run_in_executor
-            value = self._call(request) if self._is_async else await in_threads(None, self._call, request)
-            return self._grade_of(await value, request) if inspect.isawaitable(value) else value
-        except BaseException as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():  # we are closing; the reward did not raise it
-                raise
-            return request.raised(error)
-
-    def _call(self, request: GradeRequest) -> Any:
-        """Return the grade, or what the function returned to be awaited."""
-        try:
-            value = self._reward(request.prompt, request.completion, request.response)
-            return value if inspect.isawaitable(value) else self._grade_of(value, request)
-        except BaseException as error:
-            return request.raised(error)
-
-    def _grade_of(self, value: object, request: GradeRequest) -> GradeOrFailure:
-        score = request.number(value)
-        if isinstance(score, Failure):
-            return score
-        answer = extract(request.final, self._extract)
-        return Grade(score=score, answer=None if answer is None else canonical(form(answer)))
 
 
 def standing(loop: asyncio.AbstractEventLoop) -> list[str]:
@@ -89,7 +47,8 @@ def standing(loop: asyncio.AbstractEventLoop) -> list[str]:
             last = inner
         frames.append(last.cr_frame)
     lines = {(one.f_code.co_filename, one.f_lineno) for one in frames if one is not None}
-    return [f"{file}:{line}" for file, line in sorted(lines) if file != __file__]
+    theirs = (one for one in sorted(lines) if Path(one[0]).parent != Path(__file__).parent)
+    return [f"{file}:{line}" for file, line in theirs]
 
 
 class RewardProcess:

@@ -181,7 +181,7 @@ def test_fates_by_hand(tmp_path: Path) -> None:
     assert fspo.clipped == 0.5 and fspo.clipped_tokens == pytest.approx(8 / 812)
 
 
-@pytest.mark.parametrize("loss", [*BAND_LOSSES[:3], BAND_LOSSES[0].with_drift(-0.001)])
+@pytest.mark.parametrize("loss", [*BAND_LOSSES[:3], BAND_LOSSES[0].with_band(drift=-0.001)])
 def test_scaled_limits_give_the_rate_that_was_asked_for(dump: Dump, loss: PolicyLossConfig) -> None:
     far = reach(loss, dump)
     assert torch.equal(far > 1, judge(loss, dump).outside)

@@ -15,8 +15,7 @@ import torch
 
 from megatron_fspo.job.remote import Loop
 from megatron_fspo.rewards import Failure, Grade, Reward
-from megatron_fspo.rewards.grade import GradeRequest
-from megatron_fspo.rewards.process import Function
+from megatron_fspo.rewards.grade import Function, GradeRequest
 from megatron_fspo.types import Completion, Prompt
 
 PROMPT = Prompt(index=7, token_ids=(10, 3), text="^3=", answer="3")
