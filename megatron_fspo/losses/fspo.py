@@ -81,7 +81,7 @@ class FSPOLoss(Loss):
     calibrate: NonNegativeInt | None = Field(
         None,
         description="after the warm-up, set the mean of c_low and c_high to 2 sigma-hat until two windows of "
-        "this many off-policy mini-batches agree. 0: off; none: two rollouts if c_low = c_high = 0.03, or off",
+        "this many off-policy mini-batches agree. 0: off; none: two rollouts if c_low = c_high = 0.03",
     )
     recalibrate: bool = Field(
         False,
