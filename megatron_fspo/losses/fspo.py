@@ -302,7 +302,7 @@ class FSPOState(LossState):
         self, log_ratio_sums: Tensor, lengths: Tensor, *, update: int, warm: bool, fresh: bool = True
     ) -> None:
         log_ratio_sums, lengths = usable(log_ratio_sums, lengths)
-        if not log_ratio_sums.count_nonzero():  # no update has moved the policy
+        if not len(lengths) or not log_ratio_sums.abs().median():  # the policy has not moved
             return
         if self._loss.drift == "auto" and fresh:
             self._seen = max(self._seen, int(lengths.max()))

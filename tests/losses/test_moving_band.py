@@ -64,6 +64,7 @@ def test_calibration_waits_for_warm_batches_then_stays() -> None:
     for seed in range(3):
         observe(loss, sums(seed, sigma=1e-4), warm=False)
     loss.observe(torch.zeros(4), LENGTHS, update=2, warm=True)  # nothing has moved: says nothing
+    loss.observe(torch.tensor([0.0, 0.0, 0.0, 1.0]), LENGTHS, update=2, warm=True)  # hardly anything has
     loss.observe(sums(4) * math.nan, LENGTHS, update=2, warm=True)
     assert loss.metrics() == given and loss.calibrated() is None
     batch = torch.cat([sums(seed) for seed in range(50)])
