@@ -285,9 +285,10 @@ def all_clipped_keep_gradient(real: Any, *args: Any, **kwargs: Any) -> Any:
     return replace(rows, weight=args[5] * rows.objective)
 
 
-@fault(CP, "clip", FSPOLoss, "_dual_clip", loss="fspo-dual")
-def dual_clip_ignored(real: Any, self: FSPOLoss) -> None:
+@fault(CP, "clip", FSPOLoss, "objective", loss="fspo-dual")
+def dual_clip_ignored(real: Any, self: FSPOLoss) -> Any:
     """The dual clip is missing"""
+    return replace(real(self), dual_clip=None)
 
 
 @fault(TP, "clip", FSPOBand, "bounds", loss="fspo-drift")

@@ -46,6 +46,12 @@ def test_collectives_are_counted_where_a_group_has_several_ranks(outcomes: dict[
                 assert (result["collectives"][group] > 0) == (f"{group}2" in layout), name
 
 
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_a_fault_replaces_is_there(name: str) -> None:
+    """In a second, where the ranks above need minutes and a missing name ends them all."""
+    FAULTS[name].patch()
+
+
 def test_faults_have_different_causes() -> None:
     """A cause that every failure has would prove nothing."""
     causes = {fault.cause for fault in FAULTS.values()}
