@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights.architecture import read_architecture
-from megatron_fspo.weights.reader import Slices
+from megatron_fspo.weights.reader import BLOCK_BYTES, Slices
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -58,7 +58,8 @@ class HFReader:
         if unlisted := self._entries.keys() - weight_map.keys() if weight_map else ():
             raise InputError(f"{index} does not list {min(unlisted)} in {self.file(min(unlisted))}")
         self._scales = self._pair_scales()
-        self._opened: tuple[Path, Any] | None = None
+        self._opened: Path | None = None
+        self._mapped = 0
 
     def _list(self, path: Path) -> None:
         if not path.is_file():
@@ -133,10 +134,12 @@ class HFReader:
         return (values.float() * scale[rows][:, columns]).to(self._dequantised)
 
     def _read(self, entry: _Entry, name: str, slices: Slices | None) -> Tensor:
-        # Opening reads the whole header, a millisecond for a thousand tensors; all of one file come together.
-        if self._opened is None or self._opened[0] != entry.path:
-            self._opened = entry.path, safe_open(entry.path, framework="pt")
-        tensor: Tensor = self._opened[1].get_slice(name)[... if slices is None else slices]
+        # Opening reads the header, a millisecond for a thousand tensors; what is read stays mapped until then.
+        if self._opened != entry.path or self._mapped > BLOCK_BYTES:
+            self._handle: Any = safe_open(entry.path, framework="pt")
+            self._opened, self._mapped = entry.path, 0
+        tensor: Tensor = self._handle.get_slice(name)[... if slices is None else slices]
+        self._mapped += tensor.nbytes
         return tensor
 
 
