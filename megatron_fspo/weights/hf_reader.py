@@ -134,7 +134,7 @@ class HFReader:
         return (values.float() * scale[rows][:, columns]).to(self._dequantised)
 
     def _read(self, entry: _Entry, name: str, slices: Slices | None) -> Tensor:
-        # Opening reads the header, a millisecond for a thousand tensors; what is read stays mapped until then.
+        # Opening reads the header, a millisecond per thousand tensors; what is read stays mapped until then.
         if self._opened != entry.path or self._mapped > BLOCK_BYTES:
             self._handle: Any = safe_open(entry.path, framework="pt")
             self._opened, self._mapped = entry.path, 0
