@@ -95,7 +95,7 @@ def trained(path: Path, args: argparse.Namespace, old: str) -> list[list[Any]]:
 def job_of(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """What workers are told: sizes of the configuration, its prompts, and how long responses are."""
     config = load_config(path, [])
-    turns, epochs = config.batch.mini_batches, config.batch.epochs
+    mini_batches, epochs = config.batch.mini_batches, config.batch.epochs
     # From the sampler's log-probs no optimizer step is on-policy, so the records are of all.
     rows, records = trained(path, args, "sampled")
     sets = load_sets(config.data, "train", load_tokenizer(config.model.checkpoint))
@@ -104,9 +104,9 @@ def job_of(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         "model": str(config.model.checkpoint),
         "texts": [prompt.text for one in sets for prompt in one.prompts],
         "prompt_tokens": [round(row["prompt_length/mean"]) for row in rows],
-        "lengths": [[some[turn::turns] for turn in range(turns)] for some in trained_on],
+        "lengths": [[some[i::mini_batches] for i in range(mini_batches)] for some in trained_on],
         "responses": [row["response_length/mean"] for row in rows],
-        "batch": config.rollout.prompts * config.rollout.samples // turns,
+        "batch": config.rollout.prompts * config.rollout.samples // mini_batches,
         "samples": config.rollout.samples,
         "max_response_tokens": config.rollout.max_response_tokens,
         "max_tokens": config.batch.max_tokens,

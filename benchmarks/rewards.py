@@ -4,7 +4,7 @@
 
 1. Tier 1 of ``math``: extraction, normalisation and comparison, per second of CPU time. The aim is 20,000.
 2. Tier 2: the pool on answers that need algebra, as a share of what as many processes do side by side that
-   call math-verify and nothing else. The aim is .8. Turn by turn; the median of the turns' ratios counts.
+   call math-verify and nothing else. The aim is .8. Round by round; the median of the rounds' ratios counts.
 3. A function that sleeps, on 1,024 responses: as a multiple of one sleep. The aim is 1.
 
 Rates are printed. What is kept are ratios, since a rate is one machine's.
@@ -101,16 +101,16 @@ def through_grader(grader: Grader, count: int) -> float:
     return count / (time.process_time() - began)
 
 
-def pool_against_alone(workers: int, count: int, turns: int) -> list[tuple[float, float]]:
-    """(verdicts per second of the pool, of as many processes without one), turn by turn."""
+def pool_against_alone(workers: int, count: int, rounds: int) -> list[tuple[float, float]]:
+    """(verdicts per second of the pool, of as many processes without one), round by round."""
     command = [sys.executable, str(Path(__file__).with_name("rewards_alone.py"))]
     pipe = subprocess.PIPE
     processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(workers)]
-    tasks = algebra(count * (turns + 1))
+    tasks = algebra(count * (rounds + 1))
     rates = []
     with closing(KillablePool(TIER2, workers=workers, seconds=60.0, memory_gb=1.0)) as pool:
-        for turn in range(turns + 1):
-            part = tasks[turn * count : (turn + 1) * count]
+        for number in range(rounds + 1):
+            part = tasks[number * count : (number + 1) * count]
             began = time.perf_counter()
             futures: list[Future[Any]] = [pool.submit(gold, answer) for gold, answer in part]
             wait(futures)
@@ -140,15 +140,15 @@ def measure(workers: int, count: int, repeats: int, seconds: float) -> dict[str,
     rate = max(tier1(count) for _ in range(repeats))
     with Grader(Reward(name="math", workers=1), max_response_tokens=10) as grader:
         whole = max(through_grader(grader, count) for _ in range(repeats))
-    turns = pool_against_alone(workers, max(6, count // 40), repeats)
+    rounds = pool_against_alone(workers, max(6, count // 40), repeats)
     print(f"tier 1: {rate:,.0f}/s; through the grader: {whole:,.0f}/s")
-    for pool, without in turns:
+    for pool, without in rounds:
         print(f"tier 2: {pool:,.0f}/s from {workers} workers; from as many processes alone: {without:,.0f}/s")
     return {
         "workers": workers,
         "tier1_of_aim": rate / AIM,
         "grader_of_aim": whole / AIM,
-        "pool_of_workers_alone": statistics.median(pool / without for pool, without in turns),
+        "pool_of_workers_alone": statistics.median(pool / without for pool, without in rounds),
         "responses": 1024,
         "sleep_of_longest": min(sleeping(1024, seconds) for _ in range(repeats)),
     }

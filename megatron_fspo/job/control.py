@@ -110,7 +110,7 @@ class JobControl(Control):
         self._messages = 0
         self._meetings: dict[str, int] = {}
         self._stop_seen = False  # a stop was requested on some rank
-        self._turns = 0  # of the heartbeat's loop: grows while the store answers
+        self._rounds = 0  # of the heartbeat's loop: grows while the store answers
         self._store_silence = HeartbeatTimer(timeouts)
         self._requests: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._beat = Beat(0, socket.gethostname(), os.environ.get("LOCAL_RANK", ""), os.getpid(), "")
@@ -194,7 +194,7 @@ class JobControl(Control):
 
     def check(self) -> None:
         if self.problem is None:
-            silence = self._store_silence.look(self._turns)
+            silence = self._store_silence.look(self._rounds)
             if silence <= self.timeouts.silence:
                 return
             self._lose_store(f"has not answered for {silence:.0f} s: is the machine of rank 0 down?")
@@ -273,7 +273,7 @@ class JobControl(Control):
                 self._beat_and_look()
                 next_beat = time.monotonic() + self.timeouts.beat
             open_requests = [request for request in open_requests if not self._answered(*request)]
-            self._turns += 1
+            self._rounds += 1
             wait = next_beat - time.monotonic()
             if open_requests:
                 wait = min(wait, pause)

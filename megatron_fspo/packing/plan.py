@@ -61,8 +61,8 @@ def plan_micro_batches(
     bins.sort(key=lambda bin: (-sum(costs[i] for i in bin), bin))
     plan: list[list[list[int]]] = [[] for _ in range(ranks)]
     for row in range(len(bins) // ranks):
-        turns = range(ranks) if row % 2 == 0 else reversed(range(ranks))
-        for rank, bin in zip(turns, bins[row * ranks : (row + 1) * ranks], strict=True):
+        dealt = range(ranks) if row % 2 == 0 else reversed(range(ranks))
+        for rank, bin in zip(dealt, bins[row * ranks : (row + 1) * ranks], strict=True):
             plan[rank].append(bin)
     return plan
 

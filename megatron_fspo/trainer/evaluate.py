@@ -134,7 +134,7 @@ def sample_and_grade(
         (one, ask(inputs, engine, groups, grader, one.prompts, replace(params, n=one.samples)))
         for one in left
     )
-    # (prompt, response number) → row in samples.jsonl: first responses to all prompts, then second ones, …
+    # (prompt, response number) → line in samples.jsonl: first responses to all prompts, then second ones, …
     samples = config.evaluation_samples
     order = (
         (prompt.index, number)
@@ -142,12 +142,12 @@ def sample_and_grade(
         for prompt in inputs.validation
         if number < samples[prompt.dataset]
     )
-    turns = {key: turn for turn, key in enumerate(islice(order, config.log.responses))}
+    lines = {key: line for line, key in enumerate(islice(order, config.log.responses))}
     done: list[Entry] = []
     while asked:
         portion, request = asked.popleft()  # drop the reference, so that its tokens are freed
         rollout = collect_and_grade(inputs, groups, request, progress)
-        graded = _gathered(_entries(inputs, portion, rollout, turns), rollout, groups)
+        graded = _gathered(_entries(inputs, portion, rollout, lines), rollout, groups)
         if file is not None:
             file.append([one.record for one in graded])
         else:
@@ -156,7 +156,7 @@ def sample_and_grade(
 
 
 def _entries(
-    inputs: Inputs, portion: Portion, rollout: Rollout, turns: Mapping[tuple[int, int], int]
+    inputs: Inputs, portion: Portion, rollout: Rollout, lines: Mapping[tuple[int, int], int]
 ) -> list[Entry]:
     """Return the entries of the completions that this rank holds, in the order of the records."""
     entries = []
@@ -175,9 +175,9 @@ def _entries(
             tokens=completion.length,
             finish_reason=completion.finish_reason,
         )
-        turn = turns.get((record.index, sample))
+        line = lines.get((record.index, sample))
         row = None
-        if turn is not None:
+        if line is not None:
             what = {
                 "prompt": rollout.prompts[position].text,
                 "response": inputs.tokenizer.decode(list(completion.token_ids)),
@@ -193,7 +193,7 @@ def _entries(
             }
             if inputs.environment is not None:
                 what["parts"] = _parts(inputs, completion)
-            row = (turn, what)
+            row = (line, what)
         entries.append(Entry(number, record, row))
     return entries
 

@@ -88,10 +88,10 @@ def verify(
         results: list[Result] = []
         asked = cases(config, number, experts=layout.moe)
         groups = start(backend, parallel=layout.parallel, seed=1)
-        for turn, dtype in enumerate(possible := possible_dtypes(layout, dtypes)):
-            model = variants[number][(number + turn) % len(variants[number])]
+        for index, dtype in enumerate(possible := possible_dtypes(layout, dtypes)):
+            model = variants[number][(number + index) % len(variants[number])]
             policy = build(layout, model, _weights(model, dtypes), backend, groups, dtype)
-            some = asked if planned.every_case else _share(asked, turn, len(possible), number)
+            some = asked if planned.every_case else _share(asked, index, len(possible), number)
             if dtype == torch.bfloat16:
                 some = [case for case in some if case.loss.DECIDES_BY_RATIOS]
                 if layout.moe:  # rounding decides between experts of nearly equal score
@@ -117,12 +117,12 @@ def _routes(arch: Architecture, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     return make_routes(arch, make_samples(arch), gaps=torch.bfloat16 not in dtypes)
 
 
-def _share(asked: Sequence[Case], turn: int, turns: int, number: int) -> list[Case]:
+def _share(asked: Sequence[Case], index: int, count: int, number: int) -> list[Case]:
     """Return the cases of one of several precisions. The second gets those of two splits, which vary by
     layout, so each split is scored in one precision only."""
     start = 2 * number + number // len(SPLITS)  # cases() rotates the splits by ``number``
     second = {SPLITS[(start + i) % len(SPLITS)] for i in range(2)}
-    return [case for case in asked if turns == 1 or (case.split in second) == (turn == 1)]
+    return [case for case in asked if count == 1 or (case.split in second) == (index == 1)]
 
 
 def possible_dtypes(layout: Layout, dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:

@@ -42,7 +42,7 @@ def held(policy: Policy) -> Iterator[Tensor]:
         yield from (state.main, *state.moments.values())
 
 
-def round_of_turns(offload: Offload, policy: Policy, *others: Model) -> None:
+def round_of_phases(offload: Offload, policy: Policy, *others: Model) -> None:
     kept = [weights(model) for model in (policy, *others)]
     tensors = [*held(policy), *(p for o in others for chunk in o.chunks for p in chunk.parameters())]
     offload.hold(weights=True, rest=False)
@@ -70,7 +70,7 @@ def check(checkpoint: Path, parallel: options.Parallel, dtype: torch.dtype) -> N
     with pytest.raises(ValueError, match="rest=True"):
         offload.hold(weights=False, rest=True)
     for _ in range(2):
-        round_of_turns(offload, lends, reference)
+        round_of_phases(offload, lends, reference)
         theirs, ours = (step(policy, 512) for policy in (keeps, lends))
         assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
         assert equal(weights(keeps), weights(lends))

@@ -14,7 +14,7 @@ from megatron_fspo.packing.plan import attention_costs, plan_micro_batches
 
 
 def test_packs_are_dealt_out_back_and_forth() -> None:
-    """Packs of 4, 3, 2 and 1 tokens: dealt out in turn, the ranks would get 4 + 2 and 3 + 1."""
+    """Packs of 4, 3, 2 and 1 tokens: dealt out in order, the ranks would get 4 + 2 and 3 + 1."""
     assert plan_micro_batches([1, 2, 3, 4], ranks=2, max_tokens=4) == [[[3], [0]], [[2], [1]]]
     # Equal lengths keep their order.
     assert plan_micro_batches([2, 2, 2, 2], ranks=2, max_tokens=4) == [[[0, 2]], [[1, 3]]]

@@ -178,16 +178,16 @@ def test_servers_are_counted(
     assert [noted in note for note in notes] == [True] * (noted is not None)  # type: ignore[operator]
 
 
-def test_turns_on_shared_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_phases_on_shared_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*words_of("one_node", 8), "--vllm.colocated", "true", "--vllm.transfer", "gloo"]
     status, found = run_json(capsys, *words, "--server-share", "0.85")
-    assert status == 0 and found["turns"]["servers"] == 0.85 * 80 * 2**30
+    assert status == 0 and found["memory_phases"]["servers"] == 0.85 * 80 * 2**30
     server, stage = found["server"], found["stages"][0]
     weights = stage["always"]["parameters"] + server["weights"] + server["receiving"]
     sent = stage["phases"]["sync"]["weights on their way to the servers"]
-    assert found["turns"]["update"] == weights + sent
+    assert found["memory_phases"]["update"] == weights + sent
     status, out, _ = run(capsys, *words, "--server-share", "0.98")
-    assert status == 1 and "DOES NOT FIT: the turn of the servers needs 78.4 of 70.0 GiB" in out
+    assert status == 1 and "DOES NOT FIT: memory phase 'servers' needs 78.4 of 70.0 GiB" in out
 
 
 def test_what_does_not_fit_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:

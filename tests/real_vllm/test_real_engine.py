@@ -17,8 +17,8 @@ from torch import Tensor
 
 from engine_job import TIMEOUT, Job
 from fake_vllm import until
+from megatron_fspo.rollout.client import memory_phases
 from megatron_fspo.rollout.client import send_weights as client_weights
-from megatron_fspo.rollout.client import turns
 from megatron_fspo.rollout.client.send_weights import in_buckets
 from megatron_fspo.types import SamplingParams
 from real_server import FAR, TOLERANCE, scores, send, weights
@@ -85,12 +85,12 @@ def test_responses_go_on_after_updates_and_a_sleep(pair: list[Served], checkpoin
         until(lambda: all(now > old + 20 for now, old in zip(sampled(), before, strict=True)), "some tokens")
         for version in (21, 22, 23):
             update(version)
-        job.loop.run(turns.sleep(job.pool.live()))
+        job.loop.run(memory_phases.sleep(job.pool.live()))
         assert all(server.routes.ask("/is_sleeping") == (200, {"is_sleeping": True}) for server in pair)
         asleep = sampled()
         time.sleep(1.0)
         assert sampled() == asleep, "it sampled in its sleep"
-        job.loop.run(turns.wake(job.pool.live()))
+        job.loop.run(memory_phases.wake(job.pool.live()))
 
     update(20)
     group = job.sender._group

@@ -82,7 +82,7 @@ def test_a_failed_update_leaves_whole_layers(
     assert TOLERANCE < routes.distance(old) < FAR and routes.version == "v3"
 
 
-def test_updates_by_disk_in_turns(checkpoint: Path, disk: Served, tmp_path: Path) -> None:
+def test_updates_by_disk_on_shared_gpus(checkpoint: Path, disk: Served, tmp_path: Path) -> None:
     """Colocated: the ranks lend their memory while the server samples, and it sleeps while they train, save
     and export. Here only that of the ranks moves."""
     folder = tmp_path / "weights"
@@ -93,7 +93,7 @@ def test_updates_by_disk_in_turns(checkpoint: Path, disk: Served, tmp_path: Path
     assert asleep == (200, {"is_sleeping": True}), "the last to take memory was the export"
     for row in steps(tmp_path, 4):
         assert row["rollout/logprob_abs_diff/mean"] <= 1e-4
-        assert 0 < row["rollout/turns_seconds"] < 30
+        assert 0 < row["rollout/memory_phases_seconds"] < 30
     evaluated = [row["step"] for row in rows(tmp_path, "run") if any("mean@" in name for name in row)]
     assert evaluated == [0, 2, 4]
     assert not list(folder.iterdir())

@@ -15,10 +15,10 @@ from megatron_fspo.job.remote import Loop, http_client
 from megatron_fspo.parallel.control import Control
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.rollout.client.engine import Leader, Trainer, VLLMEngine
+from megatron_fspo.rollout.client.memory_phases import Memory
 from megatron_fspo.rollout.client.pool import Pool
 from megatron_fspo.rollout.client.send_weights import DiskSender
 from megatron_fspo.rollout.client.server import Server
-from megatron_fspo.rollout.client.turns import Memory
 from megatron_fspo.rollout.sampling import stream_seed
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 

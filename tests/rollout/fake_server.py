@@ -101,7 +101,7 @@ class FakeServer:
         self.open = 0
         self.most_open = 0
         self.said = "no"
-        self.broken: set[str] = set()  # routes of updates and turns that fail
+        self.broken: set[str] = set()  # routes of updates and memory phases that fail
         self.once = ""  # the one that fails the next time
         self.fatal: set[str] = set()  # those that it does not survive
         self.updates: list[str] = []  # routes of updates, in order
@@ -215,7 +215,7 @@ class FakeServer:
             told = {name: checksum(tensor).to_words() for name, tensor in self.weights.items()}
             return await self._send(writer, 200, json.dumps({"results": [told]}).encode())
         if route.split("?")[0] in ("/sleep", "/wake_up", "/is_sleeping"):
-            return await self._turn(writer, route)
+            return await self._sleep_or_wake(writer, route)
         if route in UPDATE:
             return await self._update(writer, route, request)
         self.bodies.append(request)
@@ -235,7 +235,7 @@ class FakeServer:
         finally:
             self.open -= 1
 
-    async def _turn(self, writer: asyncio.StreamWriter, route: str) -> bool:
+    async def _sleep_or_wake(self, writer: asyncio.StreamWriter, route: str) -> bool:
         """As vLLM does with ``--enable-sleep-mode``."""
         if route == "/is_sleeping":
             asleep = not self.serving.is_set() or len(self.awake) < 2

@@ -160,7 +160,7 @@ def test_all_layouts_together_cover_the_pairs(ranks: int, precisions: tuple[str,
     layouts = all_layouts(SMALL, world_size=ranks)
     for number, layout in enumerate(layouts):
         asked, possible = cases(None, number), possible_dtypes(layout, dtypes)
-        shares = [_share(asked, turn, len(possible), number) for turn in range(len(possible))]
+        shares = [_share(asked, i, len(possible), number) for i in range(len(possible))]
         assert Counter(case.name for share in shares for case in share) == Counter(c.name for c in asked)
         assert all(shares)
         splits = [{case.split for case in share} for share in shares]

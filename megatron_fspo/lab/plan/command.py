@@ -120,7 +120,7 @@ def _as_json(plan: RunPlan, changes: Changes) -> dict[str, Any]:
         ],
         "servers": plan.work.samplers if plan.server else 0,
         "server": asdict(plan.server) if plan.server else None,
-        "turns": plan.turns,
+        "memory_phases": plan.memory_phases,
         "checkpoint": plan.checkpoint,
         "export": plan.export,
         "estimate_seconds": {phase.name: phase.parts for phase in plan.phases},
@@ -183,16 +183,16 @@ def _memory(plan: RunPlan) -> str:
 def _server(plan: RunPlan) -> str:
     server, count = plan.server, plan.work.samplers
     assert server is not None
-    turns = ""
-    if plan.turns:
-        held = {"trainer": plan.worst.total} | plan.turns
-        listed = ", ".join(f"{turn} {_gib(value)}" for turn, value in held.items())
-        turns = f"\n  in turns with the trainer; GiB per GPU: {listed} (limit {_gib(plan.given.room)})"
+    shared = ""
+    if plan.memory_phases:
+        held = {"trainer": plan.worst.total} | plan.memory_phases
+        listed = ", ".join(f"{phase} {_gib(value)}" for phase, value in held.items())
+        shared = f"\n  on the trainer's GPUs; GiB per GPU by phase: {listed} (limit {_gib(plan.given.room)})"
     return (
         f"vLLM servers: {count}, GPUs per server: {server.gpus}; GiB per GPU: weights "
         f"{_gib(server.weights)}, weight update {_gib(server.receiving)}, KV cache {_gib(server.cache)}\n"
         f"  tokens in the cache: {server.cached_tokens}; of requests in flight: up to {server.wanted_tokens}"
-        f"{turns}"
+        f"{shared}"
     )
 
 

@@ -92,8 +92,8 @@ class RunPlan:
     export: int
     phases: list[Phase]
     notes: list[str]
-    turns: dict[str, float]
-    """Turn → bytes on a GPU shared by trainer and servers; empty if servers have their own GPUs."""
+    memory_phases: dict[str, float]
+    """Phase → bytes on a GPU shared by trainer and servers; empty if servers have their own GPUs."""
 
     @property
     def worst(self) -> Stage:
@@ -109,9 +109,9 @@ class RunPlan:
                 f"{worst.largest}"
             )
         problems += [
-            f"the turn of the {turn} needs {held / GIB:.1f} of {room} GiB: lower --server-share, raise "
+            f"memory phase {phase!r} needs {held / GIB:.1f} of {room} GiB: lower --server-share, raise "
             "--server-gpus, or split the model over more ranks"
-            for turn, held in self.turns.items()
+            for phase, held in self.memory_phases.items()
             if held > self.given.room
         ]
         if self.server is not None and self.server.cached_tokens < self.work.pack.lengths[0]:
@@ -147,12 +147,12 @@ def make_plan(config: Config, arch: Architecture, given: Given) -> RunPlan:
     servers = _server(config, shape, given) if vllm else None
     work = _work(config, shape, given, servers)
     stages = [_stage(config, shape, work, stage) for stage in range(config.parallel.pipeline)]
-    turns = {}
+    memory_phases = {}
     if servers is not None and config.vllm.colocated:
-        # The turns of ``rollout.client.turns`` other than the trainer's.
+        # Those of ``rollout.client.memory_phases`` other than the trainer's.
         weights = max(stage.always["parameters"] for stage in stages)
-        turns["update"] = weights + sending_bytes(shape) + servers.weights + servers.receiving
-        turns["servers"] = given.server_share * given.gpu_gib * GIB
+        memory_phases["update"] = weights + sending_bytes(shape) + servers.weights + servers.receiving
+        memory_phases["servers"] = given.server_share * given.gpu_gib * GIB
     return RunPlan(
         shape=shape,
         given=given,
@@ -168,7 +168,7 @@ def make_plan(config: Config, arch: Architecture, given: Given) -> RunPlan:
             sending(shape, given.machine, config.vllm.transfer if vllm else None),
         ],
         notes=_notes(config, shape, given, stages),
-        turns=turns,
+        memory_phases=memory_phases,
     )
 
 
@@ -317,7 +317,7 @@ def _notes(config: Config, shape: Shape, given: Given, stages: list[Stage]) -> l
             counted = "1 vLLM server is assumed, because vllm.discovery names none before the run"
         notes.append(f"{counted}; --servers N sets another number")
     if config.vllm.colocated:
-        notes.append("the time of a step does not include copies between GPU and host at each turn")
+        notes.append("the time of a step does not include copies between GPU and host at each memory phase")
     if shape.arch.experts is not None:
         more = max(stage.uneven for stage in stages) / GIB
         notes.append(

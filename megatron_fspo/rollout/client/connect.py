@@ -14,10 +14,10 @@ from megatron_fspo.config import VLLM
 from megatron_fspo.errors import InputError, InputErrors
 from megatron_fspo.job.remote import Loop, http_client
 from megatron_fspo.rollout.client.engine import Leader
+from megatron_fspo.rollout.client.memory_phases import sleep, wake
 from megatron_fspo.rollout.client.pool import Pool
 from megatron_fspo.rollout.client.send_weights import BroadcastSender, DiskSender, Sender
 from megatron_fspo.rollout.client.server import Server
-from megatron_fspo.rollout.client.turns import sleep, wake
 from megatron_fspo.rollout.common import announced, api_key, is_loopback
 from megatron_fspo.rollout.links import listen
 

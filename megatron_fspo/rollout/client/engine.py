@@ -25,16 +25,16 @@ from megatron_fspo.job.remote import Loop
 from megatron_fspo.parallel.control import SLICE
 from megatron_fspo.parallel.groups import ParallelGroups, gather_lists
 from megatron_fspo.rollout.checksum import Checksum
-from megatron_fspo.rollout.client import proof, send_weights, turns
+from megatron_fspo.rollout.client import memory_phases, proof, send_weights
+from megatron_fspo.rollout.client.memory_phases import Memory, MemoryPhase
 from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
 from megatron_fspo.rollout.client.scatter import scatter_completions
 from megatron_fspo.rollout.client.server import Server, ServerLost
-from megatron_fspo.rollout.client.turns import Memory, Turn
 from megatron_fspo.rollout.engine import Arrived, Pending, Progress
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 
 ATTEMPTS = 3
-_TURN = "turn: "
+_PHASE = "phase: "
 _RESPONSES = "responses of the servers"
 
 
@@ -87,8 +87,8 @@ class VLLMEngine:
         self._canary_error = float("nan")
         self._base: dict[str, Checksum] = {}
         self._proven = False
-        self._turn = Turn.TRAINER  # not used without shared memory
-        self._turn_seconds = 0.0
+        self._phase = MemoryPhase.TRAINER  # not used without shared memory
+        self._phase_seconds = 0.0
         if self.leader is not None:
             self.leader.pool.admit = self._admit
 
@@ -105,7 +105,7 @@ class VLLMEngine:
         server go to others, and it gets the current weights when it returns. The first rank calls ``arrived``
         for every completion, in the thread of the event loop.
         """
-        self._turn_to(Turn.SERVERS)
+        self._switch_to(MemoryPhase.SERVERS)
         wanted = range(len(prompts)) if mine is None else mine
         requests = [CompletionRequest.of(prompt, params, i) for prompt in prompts for i in range(params.n)]
         leader = self.leader
@@ -161,7 +161,7 @@ class VLLMEngine:
                 if event is not None and not event[1].done():
                     server, admitted = event
                     same = self._update([server]) is None
-                    self._enter(Turn.SERVERS)
+                    self._enter(MemoryPhase.SERVERS)
                     leader.loop.run(_answer(admitted, same))
             completions = work.result()
             self._control.broadcast("done")
@@ -192,8 +192,8 @@ class VLLMEngine:
                 raise StopRequested(f"a stop was requested during the wait for {what}")
             if message == "score":
                 self.trainer.score(self.canary_sequences)
-            elif message.startswith(_TURN):
-                self._take(Turn(message.removeprefix(_TURN)))
+            elif message.startswith(_PHASE):
+                self._take(MemoryPhase(message.removeprefix(_PHASE)))
             else:
                 for _ in self._tensors(message)():
                     pass
@@ -201,43 +201,43 @@ class VLLMEngine:
     def rest(self) -> None:
         """Make servers on the trainer's GPUs release their memory. Collective. Raises ``TrainingError`` on
         every rank if a server does not."""
-        self._turn_to(Turn.TRAINER)
+        self._switch_to(MemoryPhase.TRAINER)
 
-    def _turn_to(self, turn: Turn) -> None:
-        """Switch to a turn on all ranks. Collective."""
-        if self.memory is None or self._turn is turn:
+    def _switch_to(self, phase: MemoryPhase) -> None:
+        """Switch to a phase on all ranks. Collective."""
+        if self.memory is None or self._phase is phase:
             return
         if self.leader is None:
-            self._follow(f"the turn of the {turn.value}")
+            self._follow(f"memory phase {phase.value!r}")
             return
         with self._leading():
-            self._enter(turn)
+            self._enter(phase)
             self._control.broadcast("done")
 
-    def _enter(self, turn: Turn, servers: Sequence[Server] = ()) -> None:
-        """Begin a turn on the first rank; the others follow. Memory is released before any is allocated.
-        ``servers`` load their weights in turn ``UPDATE``; raises ``ServerLost`` if one does not."""
-        if self.memory is None or (self._turn is turn and turn is not Turn.UPDATE):
+    def _enter(self, phase: MemoryPhase, servers: Sequence[Server] = ()) -> None:
+        """Begin a phase on the first rank; the others follow. Memory is released before any is allocated.
+        ``servers`` load their weights in phase ``UPDATE``; raises ``ServerLost`` if one does not."""
+        if self.memory is None or (self._phase is phase and phase is not MemoryPhase.UPDATE):
             return
         assert self.leader is not None
         loop, pool = self.leader.loop, self.leader.pool
         began = time.perf_counter()
-        if turn is not Turn.SERVERS:
-            loop.run(turns.sleep(loop.run(pool.reachable())))
-        self._control.broadcast(f"{_TURN}{turn.value}")
-        self._take(turn)
-        if turn is Turn.SERVERS:
-            loop.run(turns.wake(loop.run(pool.reachable())))
-        elif turn is Turn.UPDATE:
-            loop.run(turns.wake_weights(servers))
-        self._turn_seconds += time.perf_counter() - began
+        if phase is not MemoryPhase.SERVERS:
+            loop.run(memory_phases.sleep(loop.run(pool.reachable())))
+        self._control.broadcast(f"{_PHASE}{phase.value}")
+        self._take(phase)
+        if phase is MemoryPhase.SERVERS:
+            loop.run(memory_phases.wake(loop.run(pool.reachable())))
+        elif phase is MemoryPhase.UPDATE:
+            loop.run(memory_phases.wake_weights(servers))
+        self._phase_seconds += time.perf_counter() - began
 
-    def _take(self, turn: Turn) -> None:
+    def _take(self, phase: MemoryPhase) -> None:
         """Release and allocate this rank's memory, and wait until all ranks have done so. Collective."""
         assert self.memory is not None
-        self._turn = turn
-        self.memory.hold(weights=turn is not Turn.SERVERS, rest=turn is Turn.TRAINER)
-        self._control.barrier(f"the memory of all ranks for the turn of the {turn.value}")
+        self._phase = phase
+        self.memory.hold(weights=phase is not MemoryPhase.SERVERS, rest=phase is MemoryPhase.TRAINER)
+        self._control.barrier(f"the memory of all ranks for memory phase {phase.value!r}")
 
     def update_weights(self, version: int) -> None:
         """Send the trainer's weights to every server and verify them there. Collective.
@@ -283,7 +283,7 @@ class VLLMEngine:
         assert self.leader is not None
         loop, sender = self.leader.loop, self.leader.sender
         try:
-            self._enter(Turn.UPDATE, servers)
+            self._enter(MemoryPhase.UPDATE, servers)
         except ServerLost as error:
             return error
         self._control.broadcast("score")
@@ -305,7 +305,7 @@ class VLLMEngine:
         for server, (same, text) in zip(servers, proofs, strict=True):
             if same is False:
                 raise proof.WrongWeights(server.url, self._version, text)
-        self._enter(Turn.SERVERS)
+        self._enter(MemoryPhase.SERVERS)
         try:
             loop.run(send_weights.resume(servers))
             scores = loop.run(proof.ask_scores(servers, self.canary_sequences))
@@ -351,9 +351,9 @@ class VLLMEngine:
     def metrics(self) -> dict[str, float]:
         if self.leader is None:
             return {}
-        turns = {} if self.memory is None else {"rollout/turns_seconds": self._turn_seconds}
-        self._turn_seconds = 0.0
-        return turns | {
+        switching = {} if self.memory is None else {"rollout/memory_phases_seconds": self._phase_seconds}
+        self._phase_seconds = 0.0
+        return switching | {
             "rollout/canary_abs_diff": self._canary_error,
             "rollout/weights_proven": float(self._proven),
             "rollout/canary_tolerance": math.nan if self.tolerance is None else self.tolerance,

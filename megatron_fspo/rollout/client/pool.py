@@ -109,7 +109,7 @@ class Pool:
             raise InputError("no rollout servers: set vllm.urls or vllm.discovery")
         self._slots = [_Slot(server) for server in servers]
         self._search: asyncio.Task[None] | None = None  # runs while there is work, with ``find``
-        self._turns = count()
+        self._places = count()
         self._replied = 0.0  # when the environment's last reply arrived
         # Heap of requests that wait for a server: place in the queue, future, preferred servers.
         self._queue: list[tuple[int, asyncio.Future[_Slot], Sequence[_Slot]]] = []
@@ -201,7 +201,7 @@ class Pool:
         self, position: int, request: CompletionRequest, arrived: Arrived | None, oldest_version: int
     ) -> Completion:
         """Sample turn after turn, with the environment's replies, and retry turns whose server is lost."""
-        place, trajectory = next(self._turns), Trajectory(request.prompt, request.params)
+        place, trajectory = next(self._places), Trajectory(request.prompt, request.params)
         near: list[_Slot] = []
         disconnects = 0
         while trajectory.finish_reason is None:

@@ -34,7 +34,7 @@ class Gpus:
         self.trainer = {"weights", "rest"}
         self.servers: dict[int, set[str]] = {}
         self.most = 0
-        self.turns: list[str] = []
+        self.phases: list[str] = []
         self.asked: list[list[str]] = []
 
     def attach(self, fakes: list[FakeServer], *, awake: bool = False) -> None:
@@ -53,7 +53,7 @@ class Gpus:
         with self.lock:
             self.trainer = {name for name, held in (("weights", weights), ("rest", rest)) if held}
             self._count()
-        self.turns.append("".join(sorted(self.trainer)) or "nothing")
+        self.phases.append("".join(sorted(self.trainer)) or "nothing")
 
     def _count(self) -> None:
         mine = 4 * ("weights" in self.trainer) + 6 * ("rest" in self.trainer)
@@ -74,7 +74,7 @@ def sharing(folder: Path, **options: Any) -> Iterator[tuple[Gpus, VLLMEngine, li
         yield gpus, engine, fakes, weights
 
 
-def test_a_step_is_one_round_of_turns(tmp_path: Path) -> None:
+def test_a_step_is_one_round_of_phases(tmp_path: Path) -> None:
     with sharing(tmp_path, tolerance=None) as (gpus, engine, fakes, weights):
         weights.asked = lambda: gpus.asked.append(sorted(gpus.trainer))
         engine.update_weights(1)
@@ -84,20 +84,20 @@ def test_a_step_is_one_round_of_turns(tmp_path: Path) -> None:
         engine.rest()
         assert gpus.trains
         engine.rest()
-        assert gpus.turns == ["weights", "nothing", "restweights"]
+        assert gpus.phases == ["weights", "nothing", "restweights"]
         sleep, wake = "/sleep?level=1&mode=keep", "/wake_up"
         for fake in fakes:
             assert fake.updates == [sleep, f"{wake}?tags=weights", *UPDATE[:-1], wake, UPDATE[-1], sleep]
         check_all(engine.submit(PROMPTS, PARAMS)())  # with the weights that they have
-        assert gpus.turns[3:] == ["nothing"]
+        assert gpus.phases[3:] == ["nothing"]
         assert weights.gathered == 1
         assert gpus.most == CAPACITY
-        spent = engine.metrics()["rollout/turns_seconds"]
+        spent = engine.metrics()["rollout/memory_phases_seconds"]
         assert 0 < spent < 10
-        assert engine.metrics()["rollout/turns_seconds"] == 0
+        assert engine.metrics()["rollout/memory_phases_seconds"] == 0
 
 
-def test_a_server_that_comes_back_gets_the_weights_in_a_turn_of_their_own(tmp_path: Path) -> None:
+def test_a_server_that_comes_back_gets_the_weights_in_a_phase_of_their_own(tmp_path: Path) -> None:
     """It comes back awake, with all of its memory, while others sample: all sleep, and what they were asked
     freezes meanwhile."""
     with sharing(tmp_path) as (gpus, engine, fakes, weights):
@@ -117,7 +117,7 @@ def test_a_server_that_comes_back_gets_the_weights_in_a_turn_of_their_own(tmp_pa
         check_all(found)
         assert versions(found) == {4}
         assert weights.gathered == 2 and engine.metrics()["rollout/servers"] == 1
-        assert gpus.turns == ["weights", "nothing"] * 2
+        assert gpus.phases == ["weights", "nothing"] * 2
         assert gpus.most == CAPACITY
         engine.rest()
         assert gpus.trainer == {"weights", "rest"}
@@ -179,7 +179,7 @@ def test_what_fails_in_an_update_costs_a_server_and_no_memory(tmp_path: Path, fa
 @pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.sampled_from(["update", "sample", "rest", "die", "come back"]), max_size=12))
-def test_in_any_order_no_gpu_holds_more_than_a_turn(
+def test_in_any_order_no_gpu_holds_more_than_a_phase(
     tmp_path_factory: pytest.TempPathFactory, calls: list[str]
 ) -> None:
     version = 0

@@ -1,7 +1,7 @@
 """Trainer and servers take turns on the same GPUs (``vllm.colocated``).
 
 ========  =======================  ==================
-turn      the trainer has          servers have
+phase     the trainer has          servers have
 ========  =======================  ==================
 trainer   everything               nothing
 update    its weights              their weights
@@ -28,7 +28,7 @@ SECONDS = 300.0
 """Time limit for a server to release or allocate its memory, weights included."""
 
 
-class Turn(Enum):
+class MemoryPhase(Enum):
     """The rows of the module's table."""
 
     TRAINER = "trainer"
