@@ -32,7 +32,7 @@ UPDATES = 4  # optimizer steps of a step
 TRAINING = (
     "--model.dtype bfloat16 --rollout.engine vllm --vllm.delta true --optimizer.warmup-steps 0 "
     "--rollout.prompts 4 --rollout.samples 4 --rollout.max-response-tokens 32 --loss.calibrate 0 "
-    "--checkpoint.every 0 --reward.max-steps-without-spread 0 --parallel.silence-seconds 600"
+    "--checkpoint.every 0 --reward.max-zero-variance-steps 0 --parallel.silence-seconds 600"
 ).split()
 
 

@@ -97,7 +97,7 @@ def load(path: Path) -> Recorded:
 
 
 def variety(prompt: Prompt, completion: Completion, response: str) -> float:
-    """Share of different words: what it rewards matters little here, but groups have a spread."""
+    """Share of different words: what it rewards matters little here, but groups have variance."""
     words = response.lower().split()
     return len(set(words)) / len(words) if words else 0.0
 

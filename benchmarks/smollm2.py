@@ -47,7 +47,7 @@ QUESTIONS = {
 
 
 def answer_in_response(prompt: Prompt, completion: Completion, response: str) -> float:
-    """1 where the answer is mentioned: crude, but groups have a spread."""
+    """1 where the answer is mentioned: crude, but groups have variance."""
     return float(prompt.answer in response)
 
 

@@ -62,7 +62,7 @@ def command(config: Path, nproc: int, folder: str) -> list[str]:
     words += ["--run.folder", folder, "--run.name", "run", "--run.steps", "1000000"]
     words += ["--rollout.samples", "8", "--parallel.tensor", "1", "--parallel.sequence", "false"]
     # Next to no learning, so that lengths stay as they are.
-    return [*words, "--optimizer.lr", "1e-12", "--reward.max_steps_without_spread", "0"]
+    return [*words, "--optimizer.lr", "1e-12", "--reward.max_zero_variance_steps", "0"]
 
 
 def resident(words: list[str], seconds: float) -> list[int]:

@@ -297,7 +297,7 @@ def survive(kind: str, args: argparse.Namespace, nodes: Nodes, folder: Path) -> 
             servers = stack.enter_context(serving_on(nodes, SERVER, checkpoint, folder, again=True))
             extra = ("--rollout.engine", "vllm", "--vllm.discovery", str(servers))
             extra += ("--model.checkpoint", str(checkpoint), "--loss.entropy_coef", "0.1")
-            extra += ("--parallel.silence_seconds", "300", "--reward.max_steps_without_spread", "0")
+            extra += ("--parallel.silence_seconds", "300", "--reward.max_zero_variance_steps", "0")
         whole, seconds = undisturbed(nodes, storage, extra)
         total = number = 0
         while total < args.each:

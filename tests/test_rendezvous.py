@@ -86,7 +86,7 @@ def test_strangers_at_every_port_of_a_job(tmp_path: Path) -> None:
         *sizes.split(),
         "--run.steps",
         "30",
-        "--reward.max_steps_without_spread",
+        "--reward.max_zero_variance_steps",
         "0",
         "--loss.calibrate",
         "0",

@@ -18,7 +18,7 @@ SECTIONS = {
         "Reward": ["critic/rewards/mean"],
         "Response length (tokens)": ["response_length/mean"],
         "Responses cut at the limit": ["response_length/clip_ratio"],
-        "Groups without spread": ["critic/no_spread"],
+        "Zero-variance groups": ["critic/zero_variance_groups"],
     },
     "The clip": {
         "Share of responses": ["fspo/out_of_band", "fspo/clip_low", "fspo/clip_high", "fspo/dual_clip_frac"],

@@ -64,7 +64,7 @@ class Reward(Section):
         description="responses cut at `rollout.max_response_tokens`; zero_advantage: only count in the "
         "group mean; drop: not even there",
     )
-    max_steps_without_spread: NonNegativeInt = Field(
+    max_zero_variance_steps: NonNegativeInt = Field(
         10,
         description="stop after this many steps in a row with equal rewards in every group; 0: never",
     )

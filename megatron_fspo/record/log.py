@@ -112,10 +112,10 @@ class RunLog:
         """Note a job that goes on after this step, and what it computes on."""
         self._append(JOBS, {"step": step, **machine})
 
-    def steps_without_spread(self) -> int:
-        """Count the last steps in a row whose rewards had no spread."""
+    def zero_variance_steps(self) -> int:
+        """Count the last steps in a row whose groups all had zero variance."""
         rows = rows_from_end(self._folder / METRICS) if self._writer else iter(())
-        return sum(1 for _ in takewhile(lambda row: row.get("critic/no_spread") == 1, rows))
+        return sum(1 for _ in takewhile(lambda row: row.get("critic/zero_variance_groups") == 1, rows))
 
     def sequences(
         self, step: int, records: Sequence[SequenceRecord], turns: Sequence[int] | None = None

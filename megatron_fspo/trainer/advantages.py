@@ -19,7 +19,7 @@ from megatron_fspo.trainer.sampling import Request, collect_and_grade, response_
 MOST_ENDED = 0.05
 """Share of rewards that are 0 because their grader worker ended, above which the run warns."""
 _SHOWN = 3
-"""Number of responses in the message about a step without spread."""
+"""Number of responses in the message about a zero-variance step."""
 _CHARACTERS = 80
 """Number of characters of a text in that message."""
 
@@ -74,16 +74,16 @@ def reward_metrics(sampled: Rollout, inputs: Inputs, log: RunLog, step: int) -> 
     return metrics
 
 
-def check_spread(sampled: Rollout, inputs: Inputs, groups: ParallelGroups, log: RunLog, step: int) -> None:
+def check_variance(sampled: Rollout, inputs: Inputs, groups: ParallelGroups, log: RunLog, step: int) -> None:
     """Warn, with a few responses, if all advantages of the step are 0. Raises ``RewardError`` on every rank
-    after ``reward.max_steps_without_spread`` such steps in a row. Collective.
+    after ``reward.max_zero_variance_steps`` such steps in a row. Collective.
 
     The usual cause is the reward function: if it expects the bare answer but the policy explains it, all
     rewards are 0. ``sampled`` includes the responses that dynamic sampling dropped.
     """
-    if sampled.spread.any():
+    if sampled.has_variance.any():
         return
-    count = 1 + agreed(log.steps_without_spread(), groups)
+    count = 1 + agreed(log.zero_variance_steps(), groups)
     options = inputs.config.reward
     lowest, highest = sampled.rewards.min().item(), sampled.rewards.max().item()
     if lowest == highest:
@@ -102,14 +102,14 @@ def check_spread(sampled: Rollout, inputs: Inputs, groups: ParallelGroups, log: 
             f"prompt {prompt.index} {_short(prompt.text)}: response {_short(text)}, "
             f"answer {_short(prompt.answer)}, reward {sampled.rewards[number]:g}"
         )
-    log.warn("rewards without spread", "\n  ".join(lines))
-    limit = options.max_steps_without_spread
+    log.warn("zero-variance rewards", "\n  ".join(lines))
+    limit = options.max_zero_variance_steps
     if limit and count >= limit:
         good = newest_checkpoint(inputs.config, step=step - count)
         before = f"{good} is from before them: to continue from it, remove the newer ones" if good else ""
         raise RewardError(
             f"reward {options.name!r}: {what}, and {count} steps in a row had nothing to learn from "
-            f"(reward.max_steps_without_spread = {limit}; 0 disables this error). "
+            f"(reward.max_zero_variance_steps = {limit}; 0 disables this error). "
             f"{before or 'No checkpoint is from before them'}"
         )
 

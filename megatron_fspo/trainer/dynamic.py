@@ -23,34 +23,34 @@ class Filled(NamedTuple):
     """All groups of all rounds."""
     metrics: dict[str, float]
     """Under ``rollout/dynamic/``: ``rounds`` and ``prompts_sampled`` include the first round;
-    ``groups_dropped`` had no spread; ``groups_surplus`` had, but the batch was full; ``unfilled`` are groups
-    of the batch without spread; rewards and lengths are means over the batch."""
+    ``groups_dropped`` had zero variance; ``groups_surplus`` had not, but the batch was full; ``unfilled`` are
+    the zero-variance groups of the batch; rewards and lengths are means over the batch."""
     unfilled: str
-    """Line for the log if the batch has groups without spread, else empty."""
+    """Line for the log if the batch has zero-variance groups, else empty."""
 
 
 def fill(first: Rollout, further: Callable[[int, int], Rollout], *, max_rounds: int) -> Filled:
-    """Sample further prompts until the batch, of the first round's size, has only groups with spread.
+    """Sample further prompts until the batch, of the first round's size, has no zero-variance groups.
     Collective.
 
     Args:
         first: the first round.
         further: ``(round number from 1, number of prompts)`` → responses with advantages. Collective.
-        max_rounds: maximum number of rounds, including the first. If they do not suffice, groups without
-            spread stay in the batch, so that its size is the same in every step.
+        max_rounds: maximum number of rounds, including the first. If they do not suffice, zero-variance
+            groups stay in the batch, so that its size is the same in every step.
     """
     size = len(first.prompts)
-    rounds, full, sampled = [first], int(first.spread.sum()), size
+    rounds, full, sampled = [first], int(first.has_variance.sum()), size
     while full < size and len(rounds) < max_rounds:
-        # Enough to fill the batch if the share of groups with spread stays the same.
+        # Enough to fill the batch if the share of zero-variance groups stays the same.
         count = min(size, -(-(size - full) * sampled // full)) if full else size
         rounds.append(further(len(rounds), count))
-        full += int(rounds[-1].spread.sum())
+        full += int(rounds[-1].has_variance.sum())
         sampled += count
     together = join(rounds)
-    spread = together.spread.tolist()
-    # If too few groups have spread, add the first ones without; in prompt order, to mix the mini-batches.
-    chosen = sorted(range(sampled), key=lambda group: not spread[group])[:size]
+    has_variance = together.has_variance.tolist()
+    # If too few groups have variance, add the first ones without; in prompt order, to mix the mini-batches.
+    chosen = sorted(range(sampled), key=lambda group: not has_variance[group])[:size]
     batch = select(together, sorted(chosen))
     unfilled = max(size - full, 0)
     numbers = {
@@ -63,7 +63,7 @@ def fill(first: Rollout, further: Callable[[int, int], Rollout], *, max_rounds: 
         "batch_response_length/mean": batch.lengths.double().mean().item(),
     }
     text = (
-        f"{unfilled} of {size} groups have no spread after {len(rounds)} rounds with {sampled} prompts "
+        f"{unfilled} of {size} groups have zero variance after {len(rounds)} rounds with {sampled} prompts "
         "(rollout.max_rounds)"
     )
     metrics = {f"rollout/dynamic/{name}": float(value) for name, value in numbers.items()}

@@ -15,7 +15,7 @@ from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.job.checkpoints import Resume
 from megatron_fspo.job.run_folder import hold_run_folder
 from megatron_fspo.mcore.machine.startup import join
-from megatron_fspo.trainer.advantages import check_spread, graded_responses, reward_metrics
+from megatron_fspo.trainer.advantages import check_variance, graded_responses, reward_metrics
 from megatron_fspo.trainer.batch import pack_and_score
 from megatron_fspo.trainer.build import build, export
 from megatron_fspo.trainer.dynamic import fill
@@ -99,7 +99,7 @@ def train_step(run: Training) -> dict[str, float]:
                 log.say(f"step {number}: {note}")
         metrics |= sampling_metrics(sampled, environment=inputs.environment is not None)
         metrics |= reward_metrics(sampled, inputs, log, number)
-        check_spread(sampled, inputs, groups, log, number)
+        check_variance(sampled, inputs, groups, log, number)
         run.queue.ask(state.step)  # responses of later steps, if rollout.max_staleness allows them
         run.raise_if_stopping()
         run.engine.rest()

@@ -103,7 +103,7 @@ class Rollout:
         )
 
     @property
-    def spread(self) -> Tensor:
+    def has_variance(self) -> Tensor:
         """bool [prompts]: True if not all advantages of the group are 0."""
         return (self.advantages.view(-1, self.samples) != 0).any(1)
 
@@ -200,8 +200,8 @@ def select(rollout: Rollout, groups: Sequence[int]) -> Rollout:
 def sampling_metrics(rollout: Rollout, *, environment: bool = False) -> dict[str, float]:
     """Return metrics of rewards, advantages and lengths over all responses, in a pack or not.
 
-    ``critic/no_spread`` is the share of groups whose advantages are all 0. With an environment: turns, rows
-    and seconds of replies per trajectory, failures per turn, and the inserted share of tokens after prompts.
+    ``critic/zero_variance_groups`` is the share of groups whose advantages are all 0. With an environment:
+    turns, rows, seconds of replies per trajectory, failures per turn, inserted share of tokens after prompts.
     """
     columns = {
         "critic/score": rollout.scores,
@@ -216,7 +216,7 @@ def sampling_metrics(rollout: Rollout, *, environment: bool = False) -> dict[str
         metrics[f"{name}/max"] = values.max().item()
         metrics[f"{name}/min"] = values.min().item()
     metrics["response_length/clip_ratio"] = rollout.truncated.double().mean().item()
-    metrics["critic/no_spread"] = (~rollout.spread).double().mean().item()
+    metrics["critic/zero_variance_groups"] = (~rollout.has_variance).double().mean().item()
     if environment:
         columns = {"environment/turns": rollout.turns, "environment/rows": rollout.rows}
         columns["perf/environment_seconds"] = rollout.environment_seconds

@@ -116,8 +116,8 @@ def finish_save(state: State, config: Config, log: RunLog, *, wait: bool, prune:
 
 
 def remove_old(config: Config, log: RunLog, step: int) -> None:
-    """Remove old checkpoints, but keep the newest from before the current streak of steps without spread."""
-    stays = remove_old_checkpoints(config, good_step=step - log.steps_without_spread())
+    """Remove old checkpoints, but keep the newest from before the current streak of zero-variance steps."""
+    stays = remove_old_checkpoints(config, good_step=step - log.zero_variance_steps())
     for path, problem in stays.items():
         log.warn_once(f"{path.name} stays", f"{path} cannot be removed ({problem}): remove it manually")
 

@@ -197,7 +197,7 @@ def check_scatter() -> None:
 
 
 def check_first_rank_decides_on_advantages() -> None:
-    """A reward of another rank that differs in its last bit gives a group no spread there."""
+    """A reward of another rank that differs in its last bit gives a group zero variance there."""
     rank, world = dist.get_rank(), dist.group.WORLD
     assert world is not None
     options = SimpleNamespace(advantage="leave_one_out")
@@ -211,7 +211,7 @@ def check_first_rank_decides_on_advantages() -> None:
     table[0, COLUMNS.index("rewards")] += 2**-52 * rank
     prompts = [Prompt(index=i, token_ids=(1,), text="", answer="") for i in range(2)]
     got = add_advantages(inputs, groups, rollout_of(prompts, 2, table, {}))
-    assert got.spread.tolist() == [False, True] and got.advantages.tolist() == [0.0, 0.0, -1.0, 1.0]
+    assert got.has_variance.tolist() == [False, True] and got.advantages.tolist() == [0.0, 0.0, -1.0, 1.0]
 
 
 def check_any_rank_ends_a_run_beyond_max_kl() -> None:

@@ -119,7 +119,7 @@ def test_a_run(server: Served, checkpoint: Path, tmp_path: Path) -> None:
     words = f"--model.checkpoint {checkpoint} --rollout.engine vllm --run.steps 3 --lora.rank {RANK}"
     words += " --lora.alpha 16 --optimizer.lr 1e-2 --loss.entropy-coef 0.1 --loss.kl-coef 0.01"
     words += " --loss.calibrate 0 --rollout.max-response-tokens 24 --checkpoint.every 0 --evaluation.every 0"
-    words += f" --reward.max-steps-without-spread 0 --parallel.silence-seconds 300 --vllm.urls {[server.url]}"
+    words += f" --reward.max-zero-variance-steps 0 --parallel.silence-seconds 300 --vllm.urls {[server.url]}"
     trained(tmp_path, "run", *words.split())
     logged = [row for row in rows(tmp_path, "run") if row["step"] > 0]
     assert [row["training/weight_version"] for row in logged] == [1, 2, 3]

@@ -36,7 +36,7 @@ def words(checkpoint: Path, server: Served, steps: int, *more: str) -> list[str]
         "--rollout.max-response-tokens 24 --checkpoint.every 0 --evaluation.every 0 --loss.entropy-coef 0.1"
     )
     # vLLM's threads spin: on two cores a rank was seen to get no time for 40 s.
-    short += " --reward.max-steps-without-spread 0 --parallel.silence-seconds 300"
+    short += " --reward.max-zero-variance-steps 0 --parallel.silence-seconds 300"
     return [*text.split(), "--vllm.urls", str([server.url]), *short.split(), *more]
 
 

@@ -30,7 +30,7 @@ def test_the_demo_trains_in_fp8_exports_and_resumes(tmp_path: Path) -> None:
     # The packs of the old pass are those of training: nothing has moved before the first update.
     assert all(row["fspo/fp8_modules"] == 8 for row in found if row["step"])  # of two layers
     first = [row["fspo/on_policy_abs_s_max"] for row in found if row["step"]]
-    assert 0.0 in first and set(first) <= {0.0, None}  # none, where no group of the first update had a spread
+    assert 0.0 in first and set(first) <= {0.0, None}  # none, where no group of the first update had variance
     assert all(row["actor/grad_norm"] > 0 for row in found if row["step"])
     weights = (tmp_path / "whole/hf/model.safetensors").read_bytes()
     shutil.rmtree(tmp_path / "whole/checkpoints/step_000002")

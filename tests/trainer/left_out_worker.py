@@ -42,8 +42,8 @@ from megatron_fspo.verify.cases import SMALL, random_weights
 from megatron_fspo.verify.layouts import parse_layout
 
 SAMPLES, PROMPTS, MINI_BATCHES = 3, 9, 3
-# One group of each of the first two mini-batches has a spread or two; none of the last one's.
-SPREAD = (True, False, False, True, True, False, False, False, False)
+# One group of each of the first two mini-batches has variance or two; none of the last one's.
+HAS_VARIANCE = (True, False, False, True, True, False, False, False, False)
 LAYOUTS = ("dp2", "cp2", "pp2", "tp2.sp")
 FSPO, DAPO = FSPOLoss(c_low=0.05, c_high=0.05), DAPOLoss(eps_low=0.05, eps_high=0.06)
 LOSSES: dict[str, tuple[PolicyLossConfig, Rule | None]] = {
@@ -58,7 +58,7 @@ LOSSES: dict[str, tuple[PolicyLossConfig, Rule | None]] = {
 
 
 def rollout_and_completions(policy: Policy) -> tuple[Rollout, list[Completion]]:
-    """Groups with and without spread; in one with spread a response has A = 0, too, and one in the batch is
+    """Groups with and without variance; in one with it a response has A = 0, too, and one in the batch is
     empty. Into every fourth an environment inserted three tokens. Which data-parallel rank holds a response
     follows no rule of places."""
     groups, vocab = policy.groups, policy.arch.vocab_size
@@ -87,7 +87,7 @@ def rollout_and_completions(policy: Policy) -> tuple[Rollout, list[Completion]]:
             held[number] = completion
     rollout = rollout_of(prompts, SAMPLES, torch.tensor(table, dtype=torch.float64), held)
     pattern = torch.tensor([1.0, 0.0, -1.5])
-    return with_advantages(rollout, torch.tensor(SPREAD)[:, None] * pattern), completions
+    return with_advantages(rollout, torch.tensor(HAS_VARIANCE)[:, None] * pattern), completions
 
 
 @contextmanager

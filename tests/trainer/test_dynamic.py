@@ -26,14 +26,14 @@ SAMPLES = 2
 ALL_COLUMNS = (*COLUMNS, "advantages")
 
 
-def make(spread: list[bool], serial: Any, *, rank: int = 0) -> Rollout:
+def make(varied: list[bool], serial: Any, *, rank: int = 0) -> Rollout:
     """One group per flag, each response unlike every other; held, as on ``rank``, where it is the owner.
 
     Args:
         serial: numbers that never come twice.
     """
     prompts, table, advantages, held = [], [], [], {}
-    for flag in spread:
+    for flag in varied:
         prompts.append(
             Prompt(index=next(serial), token_ids=(1,) * (1 + next(serial) % 5), text="", answer="")
         )
@@ -70,11 +70,11 @@ flags = st.lists(st.booleans(), min_size=1, max_size=5)
 @given(parts=st.lists(flags, min_size=1, max_size=4), data=st.data())
 def test_responses_are_the_same_wherever_they_go(parts: list[list[bool]], data: st.DataObject) -> None:
     serial = count(1)
-    rollouts = [make(spread, serial) for spread in parts]
+    rollouts = [make(varied, serial) for varied in parts]
     joined = join(rollouts)
     each = [response for rollout in rollouts for response in responses(rollout)]
     assert responses(joined) == each
-    assert joined.spread.tolist() == [flag for spread in parts for flag in spread]
+    assert joined.has_variance.tolist() == [flag for varied in parts for flag in varied]
     groups = data.draw(st.lists(st.integers(0, len(joined.prompts) - 1), unique=True))
     chosen = select(joined, groups)
     assert responses(chosen) == [each[group * SAMPLES + i] for group in groups for i in range(SAMPLES)]
@@ -84,13 +84,13 @@ def test_responses_are_the_same_wherever_they_go(parts: list[list[bool]], data: 
 
 
 @given(first=flags, later=st.lists(st.booleans(), min_size=40, max_size=40), max_rounds=st.integers(2, 5))
-def test_a_batch_is_filled_with_the_first_groups_that_have_spread(
+def test_a_batch_is_filled_with_the_first_groups_that_have_variance(
     first: list[bool], later: list[bool], max_rounds: int
 ) -> None:
     size, serial, asked, left = len(first), count(1), [], iter(later)
 
     def further(number: int, prompts: int) -> Rollout:
-        # So many of those before had spread, and as many of these will; at least one, and a batch at most.
+        # So many of those before had variance, and as many of these will; at least one, and a batch at most.
         before = [*first, *(flag for flags in asked for flag in flags)]
         full = max(sum(before), 1)
         wanted = min(size, math.ceil((size - sum(before)) * len(before) / full)) if any(before) else size
@@ -100,22 +100,22 @@ def test_a_batch_is_filled_with_the_first_groups_that_have_spread(
 
     batch = make(first, serial)
     filled = fill(batch, further, max_rounds=max_rounds)
-    spread = [*first, *(flag for flags in asked for flag in flags)]
+    varied = [*first, *(flag for flags in asked for flag in flags)]
     metrics = {key.removeprefix("rollout/dynamic/"): value for key, value in filled.metrics.items()}
     assert metrics["rounds"] == 1 + len(asked) <= max_rounds
-    assert filled.sampled.spread.tolist() == spread
+    assert filled.sampled.has_variance.tolist() == varied
     # It stops at once when the batch is full, and not before.
-    assert sum(spread) >= size or metrics["rounds"] == max_rounds
-    assert not asked or sum(spread) - sum(asked[-1]) < size
+    assert sum(varied) >= size or metrics["rounds"] == max_rounds
+    assert not asked or sum(varied) - sum(asked[-1]) < size
     got = responses(filled.batch)
     everything = responses(filled.sampled)
-    wanted = [i for i, flag in enumerate(spread) if flag][:size]
-    wanted = sorted(wanted + [i for i, flag in enumerate(spread) if not flag][: size - len(wanted)])
+    wanted = [i for i, flag in enumerate(varied) if flag][:size]
+    wanted = sorted(wanted + [i for i, flag in enumerate(varied) if not flag][: size - len(wanted)])
     assert got == [everything[group * SAMPLES + i] for group in wanted for i in range(SAMPLES)]
-    assert metrics["unfilled"] == max(0, size - sum(spread))
-    assert bool(filled.unfilled) == (sum(spread) < size)
+    assert metrics["unfilled"] == max(0, size - sum(varied))
+    assert bool(filled.unfilled) == (sum(varied) < size)
     if all(first):
         assert not asked and got == responses(batch)
-    assert metrics["prompts_sampled"] == len(spread)
-    assert len(spread) == size + metrics["groups_dropped"] + metrics["groups_surplus"]
-    assert metrics["groups_dropped"] == spread.count(False) - metrics["unfilled"]
+    assert metrics["prompts_sampled"] == len(varied)
+    assert len(varied) == size + metrics["groups_dropped"] + metrics["groups_surplus"]
+    assert metrics["groups_dropped"] == varied.count(False) - metrics["unfilled"]

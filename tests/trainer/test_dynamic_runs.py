@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = 3
 DATA_PARALLEL = ("--parallel.tensor", "1", "--parallel.sequence", "false")
-# Three responses to a prompt: about half of the groups have no spread.
+# Three responses to a prompt: about half of the groups have zero variance.
 COMMON = ("--evaluation.every", "0", "--rollout.samples", "3", "--rollout.dynamic-sampling", "true")
 
 
@@ -37,11 +37,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dynamic")
     result = train(folder, "whole")
     assert result.returncode == 0, why(result.stderr)
-    assert "no spread" not in result.stdout
+    assert "zero variance" not in result.stdout
     return folder
 
 
-def test_every_group_of_every_batch_has_spread(folder: Path) -> None:
+def test_every_group_of_every_batch_has_variance(folder: Path) -> None:
     found = batches(folder, "whole")
     assert len(found) == STEPS
     for batch in found:
@@ -57,7 +57,7 @@ def test_metrics_count_what_was_sampled(folder: Path) -> None:
     for row, batch in zip(metrics, found, strict=True):
         assert row["rollout/dynamic/unfilled"] == 0
         share = row["rollout/dynamic/groups_dropped"] / row["rollout/dynamic/prompts_sampled"]
-        assert row["critic/no_spread"] == pytest.approx(share)
+        assert row["critic/zero_variance_groups"] == pytest.approx(share)
         assert row["rollout/dynamic/batch_rewards/mean"] == pytest.approx(sum(batch["rewards"]) / 24)
         assert row["rollout/dynamic/batch_response_length/mean"] == pytest.approx(sum(batch["lengths"]) / 24)
         # Of all responses, so that the filter does not move it.
@@ -83,19 +83,19 @@ def test_a_run_that_dies_between_rounds_resumes_with_the_same_numbers(folder: Pa
 def test_a_reward_that_teaches_nothing_is_told_and_ends_the_run_at_last(tmp_path: Path) -> None:
     """In the first step nothing is in any pack. (Other layouts: test_left_out.py.)"""
     never = ("--reward.name", "reward_worker:always_half", "--rollout.max-rounds", "3")
-    ended = train(tmp_path, "never", *never, "--reward.max-steps-without-spread", "2")
+    ended = train(tmp_path, "never", *never, "--reward.max-zero-variance-steps", "2")
     assert ended.returncode == 1
     for step in (1, 2):
         for said in (
             "all 72 rewards are 0.5: nothing to learn from (steps in a row: {step})",
-            "8 of 8 groups have no spread after 3 rounds with 24 prompts (rollout.max_rounds)",
+            "8 of 8 groups have zero variance after 3 rounds with 24 prompts (rollout.max_rounds)",
         ):
             assert ended.stdout.count(f"step {step}: {said.format(step=step)}") == 1
     (line,) = ended.stderr.splitlines()
-    assert "'reward_worker:always_half': all 72" in line and "without_spread = 2" in line
+    assert "'reward_worker:always_half': all 72" in line and "zero_variance_steps = 2" in line
     (row,), (batch,) = rows(tmp_path, "never"), batches(tmp_path, "never")
     assert row["rollout/dynamic/rounds"] == 3 and row["rollout/dynamic/unfilled"] == 8
     assert row["rollout/dynamic/groups_dropped"] == 16
-    assert len(batch["prompts"]) == 8 and row["critic/no_spread"] == 1
+    assert len(batch["prompts"]) == 8 and row["critic/zero_variance_groups"] == 1
     assert row["actor/grad_norm"] == 0 and row["actor/pg_loss"] is None  # NaN
     assert math.isfinite(row["critic/rewards/mean"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from launch import found_by
-from left_out_worker import LAYOUTS, LOSSES, PROMPTS, SAMPLES, SPREAD
+from left_out_worker import HAS_VARIANCE, LAYOUTS, LOSSES, PROMPTS, SAMPLES
 from megatron_fspo.trainer.metrics import router_metrics
 from megatron_fspo.trainer.rollout import COLUMNS, describe, rollout_of, sampling_metrics, with_advantages
 from megatron_fspo.types import Completion, Prompt
@@ -23,7 +23,7 @@ from metrics_page import unknown
 ALL = list(range(PROMPTS * SAMPLES))
 THIRD = PROMPTS // 3 * SAMPLES
 """Responses of a mini-batch."""
-WITH_GRADIENT = [n for n in ALL if SPREAD[n // SAMPLES] and n % SAMPLES != 1]
+WITH_GRADIENT = [n for n in ALL if HAS_VARIANCE[n // SAMPLES] and n % SAMPLES != 1]
 POLICY_ONLY = [name for name in LOSSES if "," not in name]
 OTHERS = [name for name in LOSSES if "," in name]
 
@@ -127,7 +127,7 @@ def test_statistics_of_sampling_are_over_all_responses() -> None:
     assert metrics["critic/rewards/mean"] == 0.75 and metrics["response_length/mean"] == 3.5
     assert metrics["prompt_length/mean"] == 1.5 and metrics["critic/advantages/mean"] == 0
     # Of groups: a response at the mean of its group is in one that teaches.
-    assert metrics["critic/no_spread"] == 0.5
+    assert metrics["critic/zero_variance_groups"] == 0.5
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from megatron_fspo.trainer.batch import needs_old_pass
 from metrics_page import unknown
 from runs import CONFIG, rows, run
 
-# Two mini-batches: the first has groups with spread, so something in its packs.
+# Two mini-batches: the first has groups with variance, so something in its packs.
 ONE_RANK = (
     "--parallel.tensor 1 --parallel.sequence false --run.steps 1 --evaluation.every 0 --checkpoint.every 0 "
     "--batch.mini-batches 2"

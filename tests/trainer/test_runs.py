@@ -49,7 +49,7 @@ def test_a_run_leaves_what_the_readme_says(folder: Path) -> None:
 
 def test_the_first_update_is_on_policy_and_later_ones_clip(folder: Path) -> None:
     training = [row for row in rows(folder, "whole") if row["step"] > 0]
-    # None where no group of the first mini-batch has a spread.
+    # None where no group of the first mini-batch has variance.
     first = [
         row["fspo/on_policy_abs_s_max"] for row in training if row["fspo/on_policy_abs_s_max"] is not None
     ]

@@ -51,7 +51,7 @@ def _lines(calibration: Calibration) -> Iterator[str]:
                 f"{both(calibration.first_updates_exponent, '.2f')}; ½ is noise alone"
             )
     else:
-        yield "no off-policy update was seen: responses were given, or too few groups had a spread"
+        yield "no off-policy update was seen: responses were given, or nearly all groups had zero variance"
     noisy = _noisy(calibration)
     if not noisy:
         return

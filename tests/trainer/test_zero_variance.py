@@ -12,7 +12,7 @@ import torch
 
 from megatron_fspo.errors import RewardError
 from megatron_fspo.record.log import RunLog
-from megatron_fspo.trainer.advantages import check_spread
+from megatron_fspo.trainer.advantages import check_variance
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.types import Prompt
 from mismatch_cases import ALONE, as_rollout, sample
@@ -39,7 +39,7 @@ class Run:
 
     def __init__(self, folder: Path, limit: int) -> None:
         config = logged(folder)
-        reward = config.reward.model_copy(update={"max_steps_without_spread": limit})
+        reward = config.reward.model_copy(update={"max_zero_variance_steps": limit})
         self.inputs: Any = SimpleNamespace(
             config=config.model_copy(update={"reward": reward}),
             stop_token_ids=(9,),
@@ -50,20 +50,22 @@ class Run:
         self.step = 0
 
     def check(self, sampled: Rollout) -> None:
-        check_spread(sampled, self.inputs, self.groups, self.log, self.step + 1)
+        check_variance(sampled, self.inputs, self.groups, self.log, self.step + 1)
 
     def learn(self, rewards: list[list[float]]) -> None:
         """A step on these rewards."""
         sampled = rollout(rewards)
         self.check(sampled)
         self.step += 1
-        self.log.step(self.step, {"critic/no_spread": 1 - sampled.spread.double().mean().item()})
+        self.log.step(
+            self.step, {"critic/zero_variance_groups": 1 - sampled.has_variance.double().mean().item()}
+        )
 
 
-FLAT, SPREAD = [[0.0, 0.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 1.0]]
+FLAT, VARIED = [[0.0, 0.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 1.0]]
 
 
-def test_a_step_without_spread_is_told_with_three_responses(
+def test_a_zero_variance_step_is_told_with_three_responses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(tmp_path, limit=10)
@@ -79,10 +81,10 @@ def test_a_step_without_spread_is_told_with_three_responses(
 
 def test_only_steps_in_a_row_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(tmp_path, limit=3)
-    for rewards in (FLAT, FLAT, SPREAD, FLAT, FLAT):
+    for rewards in (FLAT, FLAT, VARIED, FLAT, FLAT):
         run.learn(rewards)
     assert "prompt" not in capsys.readouterr().out.split("step    3/300")[1].split("step 4: all")[0]
-    with pytest.raises(RewardError, match=r"all 4 rewards are 0, and 3 steps in a row .*_spread = 3;"):
+    with pytest.raises(RewardError, match=r"all 4 rewards are 0, and 3 steps in a row .*_steps = 3;"):
         run.learn(FLAT)
 
 
@@ -92,15 +94,15 @@ def test_the_count_is_of_the_log(tmp_path: Path) -> None:
     run.log.step(0, {"val/x": 1.0})  # an evaluation before the first step is no step
     run.learn(FLAT)
     run.learn(FLAT)
-    assert run.log.steps_without_spread() == 2
+    assert run.log.zero_variance_steps() == 2
     run.log = RunLog(run.inputs.config, writer=True, resume_step=1)
-    assert run.log.steps_without_spread() == 1
-    assert RunLog(run.inputs.config, writer=False, resume_step=1).steps_without_spread() == 0
+    assert run.log.zero_variance_steps() == 1
+    assert RunLog(run.inputs.config, writer=False, resume_step=1).zero_variance_steps() == 0
 
 
 def test_the_error_names_the_checkpoint_from_before(tmp_path: Path) -> None:
     run = Run(tmp_path, limit=2)
-    run.learn(SPREAD)
+    run.learn(VARIED)
     for step in (1, 2):
         (run.inputs.config.run_folder / f"checkpoints/step_{step:06d}").mkdir(parents=True)
     run.learn(FLAT)
