@@ -118,13 +118,13 @@ def record(config: Config) -> Recorded:
     run = build(inputs)
     rollout = add_advantages(inputs, run.groups, collect_and_grade(inputs, run.groups, run.queue.take(0)))
     whole = config.model_copy(update={"batch": config.batch.model_copy(update={"mini_batches": 1})})
-    # Any advantage but 0: packs leave out what teaches nothing.
+    # Any advantage but 0: micro-batches leave out what teaches nothing.
     everything = with_advantages(rollout, torch.ones(len(rollout)))
-    packs = make_mini_batches(whole, everything, run.groups, run.layout)[0]
+    micro_batches = make_mini_batches(whole, everything, run.groups, run.layout)[0]
     lengths = rollout.lengths
 
     def scored(model: Model) -> Tensor:
-        return in_order(packs, model.score(packs, run.scoring), lengths)
+        return in_order(micro_batches, model.score(micro_batches, run.scoring), lengths)
 
     before = scored(run.policy)
     weights = config.run_folder / "weights"
@@ -162,11 +162,11 @@ def record_with_server() -> Recorded:
         return record(load_config([CONFIG], ["--vllm.urls", f"['{url}']"]))
 
 
-def in_order(packs: Sequence[Any], columns: Sequence[Tensor], lengths: Tensor) -> Tensor:
-    """[T] a column of the response tokens of all packs, response by response."""
+def in_order(micro_batches: Sequence[Any], columns: Sequence[Tensor], lengths: Tensor) -> Tensor:
+    """[T] a column of the response tokens of all micro-batches, response by response."""
     starts = (lengths.cumsum(0) - lengths).long()
     found = torch.full((int(lengths.sum()),), math.nan, dtype=torch.float64)
-    for batch, column in zip(packs, columns, strict=True):
+    for batch, column in zip(micro_batches, columns, strict=True):
         for number, sample in enumerate(batch.sample_index.tolist()):
             mine = batch.loss_mask & (batch.segment == number)
             start = int(starts[sample])

@@ -35,7 +35,7 @@ from megatron_fspo.mcore.state.checkpoint import save_checkpoint
 from megatron_fspo.mcore.state.hf_weights import hf_tensors
 from megatron_fspo.objective import FSPOBand
 from megatron_fspo.objective.surrogate import SequenceLevel
-from megatron_fspo.packing.batch import Packs, Sequences
+from megatron_fspo.packing.batch import MicroBatches, Sequences
 from megatron_fspo.packing.pack import pack
 from megatron_fspo.parallel.groups import gather_lists, pack_layout
 from megatron_fspo.rollout.client.send_weights import in_buckets
@@ -110,7 +110,7 @@ def build(case: Case) -> Policy:
     return policy
 
 
-def packs_of(policy: Policy, case: Case) -> Packs:
+def make_micro_batches(policy: Policy, case: Case) -> MicroBatches:
     """``packs`` packs of the sequences ``shapes``, (prompt, response), for each data-parallel rank."""
     groups = policy.groups
     layout = replace(
@@ -134,7 +134,7 @@ def packs_of(policy: Policy, case: Case) -> Packs:
     return found
 
 
-def step_bytes(policy: Policy, packs: Packs) -> dict[str, int]:
+def step_bytes(policy: Policy, micro_batches: MicroBatches) -> dict[str, int]:
     """The most that is held between forward and backward, and the peak of an optimizer step's backward."""
     scoring = Scoring(groups=policy.groups, vocab_size=policy.arch.vocab_size, temperature=1.0)
     band = FSPOBand(c_low=0.03, c_high=0.03)
@@ -149,7 +149,7 @@ def step_bytes(policy: Policy, packs: Packs) -> dict[str, int]:
         return out, then
 
     with counted:
-        run_schedule(policy.modules, packs, forward_step, forward_only=False)
+        run_schedule(policy.modules, micro_batches, forward_step, forward_only=False)
     return {"held": max(held), "peak": counted.peak}
 
 
@@ -215,14 +215,14 @@ def _sent_once(policy: Policy) -> int:
 def measured(case: Case) -> dict[str, Any]:
     """All that the case asks for, on this rank."""
     policy = build(case)
-    packs = packs_of(policy, case)
-    first = packs[0]
+    micro_batches = make_micro_batches(policy, case)
+    first = micro_batches[0]
     found: dict[str, Any] = {
         "stage": policy.groups.pp.rank(),
         "rank": policy.groups.dp_cp.rank(),
         "lengths": first.borders.diff().tolist(),
         "scored": int(first.loss_mask.sum()),
-        **step_bytes(policy, packs),
+        **step_bytes(policy, micro_batches),
     }
     if case.get("state"):
         policy.step({}, policy.grad_norm())

@@ -47,8 +47,8 @@ def measure(policy: Policy, prompt: int, response: int, group: int, *, prompts: 
     loss = PolicyLoss(objective=FSPOLoss(c_low=0.03, c_high=0.03).objective(), scoring=scoring)
     row: dict[str, Any] = {"prompt": prompt, "response": response, "group": group, "prompts": prompts}
     norms = []
-    packs = {on: pack(sequences, PackLayout(share_prompts=on == "on")) for on in ("off", "on")}
-    for on, some in packs.items():  # warms up, too
+    micro_batches = {on: pack(sequences, PackLayout(share_prompts=on == "on")) for on in ("off", "on")}
+    for on, some in micro_batches.items():  # warms up, too
         with LiveBytes() as counted:
             policy.backward(some, loss)
         norms.append(policy.grad_norm())
@@ -58,7 +58,7 @@ def measure(policy: Policy, prompt: int, response: int, group: int, *, prompts: 
             float("inf"),
         )
     for _ in range(2):
-        for on, some in packs.items():
+        for on, some in micro_batches.items():
             start = time.thread_time()
             policy.backward(some, loss)
             row[f"seconds_{on}"] = min(row[f"seconds_{on}"], time.thread_time() - start)

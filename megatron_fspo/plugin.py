@@ -7,10 +7,10 @@ Megatron's schedule; bands are in :mod:`megatron_fspo.objective`. Example: ``exa
 from __future__ import annotations
 
 from megatron_fspo.mcore.model.policy_loss import PolicyLoss, Scoring
-from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences
+from megatron_fspo.packing.batch import MicroBatch, MicroBatches, Sequences
 from megatron_fspo.packing.pack import PackLayout, pack
 from megatron_fspo.parallel.groups import ParallelGroups
 
 __all__ = [
-    "MicroBatch", "PackLayout", "Packs", "ParallelGroups", "PolicyLoss", "Scoring", "Sequences", "pack",
+    "MicroBatch", "MicroBatches", "PackLayout", "ParallelGroups", "PolicyLoss", "Scoring", "Sequences", "pack"
 ]  # fmt: skip

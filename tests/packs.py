@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_fspo.packing import pack as packing
-from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences, StepTotals
+from megatron_fspo.packing.batch import MicroBatch, MicroBatches, Sequences, StepTotals
 from megatron_fspo.packing.pack import Pack, PackLayout, collate_packs
 from megatron_fspo.packing.zigzag import padded_length
 from megatron_fspo.types import Completion, Prompt, Sample
@@ -51,7 +51,9 @@ def collate(samples: Sequence[Sample], indices: Sequence[int], **options: Any) -
     return packing.collate(sequences_of(samples), indices, totals, PackLayout(**options))
 
 
-def packs_of(samples: Sequence[Sample], packs: Sequence[Sequence[int]], **layout: Any) -> Packs:
+def make_micro_batches(
+    samples: Sequence[Sample], packs: Sequence[Sequence[int]], **layout: Any
+) -> MicroBatches:
     """Given packs of all samples, on one data-parallel rank."""
     lengths = [s.completion.length for s in samples]
     totals = StepTotals(

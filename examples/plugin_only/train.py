@@ -35,8 +35,8 @@ from megatron_fspo.objective import (
     leave_one_out_advantages,
 )
 from megatron_fspo.plugin import (
+    MicroBatches,
     PackLayout,
-    Packs,
     ParallelGroups,
     PolicyLoss,
     Scoring,
@@ -99,7 +99,7 @@ def random_sequences(step: int) -> Sequences:
     )
 
 
-def run(model: DistributedDataParallel, batches: Packs, forward_step, **flags):
+def run(model: DistributedDataParallel, batches: MicroBatches, forward_step, **flags):
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iter(batches),
@@ -162,7 +162,7 @@ def mean(pair: torch.Tensor, groups: ParallelGroups) -> float:
     return (pair[0] / pair[1]).item()
 
 
-def even_gap(batches: Packs, log_probs: list[torch.Tensor], groups: ParallelGroups) -> float:
+def even_gap(batches: MicroBatches, log_probs: list[torch.Tensor], groups: ParallelGroups) -> float:
     """Return the mean log-prob of even response tokens minus that of odd ones, before the step's updates."""
     values = torch.cat([lp[b.loss_mask] for b, lp in zip(batches, log_probs, strict=True)])
     even = torch.cat([b.labels[b.loss_mask] for b in batches]) % 2 == 0

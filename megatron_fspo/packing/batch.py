@@ -295,7 +295,7 @@ class StepTotals:
     a gradient are left out."""
 
 
-class Packs(Sequence[MicroBatch]):
+class MicroBatches(Sequence[MicroBatch]):
     """The micro-batches of one rank, collated once on the CPU; each is copied to the device when it is read.
 
     They take 37 bytes per token that the rank holds, and 8 per response token.
@@ -323,11 +323,11 @@ class Packs(Sequence[MicroBatch]):
     @overload
     def __getitem__(self, index: int) -> MicroBatch: ...
     @overload
-    def __getitem__(self, index: slice) -> Packs: ...
-    def __getitem__(self, index: int | slice) -> MicroBatch | Packs:
+    def __getitem__(self, index: slice) -> MicroBatches: ...
+    def __getitem__(self, index: int | slice) -> MicroBatch | MicroBatches:
         if isinstance(index, slice):
             some = {name: tensors[index] for name, tensors in self.columns.items()}
-            return Packs(self.sequences, self.on_host[index], self._device, some)
+            return MicroBatches(self.sequences, self.on_host[index], self._device, some)
         columns: dict[str, Any] = {name: tensors[index] for name, tensors in self.columns.items()}
         return replace(self.on_host[index].to(self._device), **columns)
 
@@ -341,6 +341,6 @@ class Packs(Sequence[MicroBatch]):
         """The totals of the optimizer step of the first micro-batch."""
         return self.on_host[0].totals
 
-    def with_columns(self, **columns: Sequence[Any]) -> Packs:
-        """Return the packs with more fields, one entry per micro-batch, such as a tensor [t]."""
-        return Packs(self.sequences, self.on_host, self._device, {**self.columns, **columns})
+    def with_columns(self, **columns: Sequence[Any]) -> MicroBatches:
+        """Return the micro-batches with more fields, one entry per micro-batch, such as a tensor [t]."""
+        return MicroBatches(self.sequences, self.on_host, self._device, {**self.columns, **columns})

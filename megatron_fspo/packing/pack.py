@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from megatron_fspo.packing.batch import (
     MicroBatch,
-    Packs,
+    MicroBatches,
     Prefix,
     Sequences,
     StepTotals,
@@ -353,16 +353,16 @@ def _per_token(
     }
 
 
-def collate_packs(sequences: Sequences, packs: Sequence[Pack], layout: PackLayout) -> Packs:
+def collate_packs(sequences: Sequences, packs: Sequence[Pack], layout: PackLayout) -> MicroBatches:
     """Return the micro-batches of the planned packs."""
     row = {number: row for row, number in enumerate(sequences.index.tolist())}
     batches = [
         collate(sequences, [row[number] for number in pack.numbers], pack.totals, layout) for pack in packs
     ]
-    return Packs(sequences, batches, layout.device)
+    return MicroBatches(sequences, batches, layout.device)
 
 
-def pack(sequences: Sequences, layout: PackLayout, *, plan: Plan | None = None) -> Packs:
+def pack(sequences: Sequences, layout: PackLayout, *, plan: Plan | None = None) -> MicroBatches:
     """Return this rank's micro-batches of one optimizer step.
 
     Example::

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_fspo.config.correction import IcePop, LengthFairGate, SequenceMask, SequenceTIS, TokenTIS
 from megatron_fspo.objective.correction import length_fair_gate, masked_weight, truncated_weight, within_ratio
 from megatron_fspo.objective.fairness import length_bins
-from megatron_fspo.packing.batch import MicroBatch, Packs
+from megatron_fspo.packing.batch import MicroBatch, MicroBatches
 from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
 from megatron_fspo.trainer.mismatch import Mismatch, per_sample, token_deltas
 
@@ -28,14 +28,14 @@ LEAST_LEFT = 0.5
 
 
 def correct(
-    correction: Rule, packs: Packs, mismatch: Mismatch, *, groups: ParallelGroups
-) -> tuple[Packs, dict[str, float]]:
-    """Return the packs with ``rollout_weights``, and the metrics of :func:`correction_metrics`. Collective.
+    correction: Rule, micro_batches: MicroBatches, mismatch: Mismatch, *, groups: ParallelGroups
+) -> tuple[MicroBatches, dict[str, float]]:
+    """Return the micro-batches with ``rollout_weights``, and the :func:`correction_metrics`. Collective.
 
     The sums of the job's first rank decide about responses. Weights of tokens are computed on the ranks that
     hold the tokens; the head uses those of the first tensor-parallel rank.
 
-    ``packs`` are this rank's, with the old log-probs with which ``mismatch`` was measured.
+    ``micro_batches`` are this rank's, with the old log-probs with which ``mismatch`` was measured.
     """
     sums = of_first_rank(mismatch.sums, groups.dp_cp, groups.tp, groups.pp)
     mismatch = replace(mismatch, sums=sums)
@@ -45,7 +45,7 @@ def correct(
             weight, acted = weights_of(correction, token_deltas(batch), batch.lengths)
             return torch.stack([acted.double(), weight, weight.square()])
 
-        totals = per_sample(packs, rows, 3, len(mismatch.lengths), group=groups.dp_cp)
+        totals = per_sample(micro_batches, rows, 3, len(mismatch.lengths), group=groups.dp_cp)
         columns = torch.cat([totals, mismatch.lengths.double()[None]])
 
         def weights(batch: MicroBatch) -> Tensor:
@@ -59,7 +59,7 @@ def correct(
             return _per_token(weight[batch.sample_index], batch)
 
     old, weighted = [], []
-    for batch in packs:
+    for batch in micro_batches:
         assert batch.old_log_probs is not None
         broken = _per_token(~mismatch.sums[batch.sample_index].isfinite(), batch)
         old.append(torch.where(broken, math.nan, batch.old_log_probs))
@@ -67,7 +67,7 @@ def correct(
     act = "truncated" if isinstance(correction, TokenTIS | SequenceTIS) else "dropped"
     units = {"token_tis": "_tokens", "icepop": "_tokens", "sequence_tis": "_sequences"}
     metrics = correction_metrics(act + units.get(correction.name, ""), columns, mismatch)
-    return packs.with_columns(old_log_probs=old, rollout_weights=weighted), metrics
+    return micro_batches.with_columns(old_log_probs=old, rollout_weights=weighted), metrics
 
 
 def weights_of(correction: Rule, deltas: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

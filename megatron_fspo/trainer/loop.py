@@ -106,7 +106,7 @@ def train_step(run: Training) -> dict[str, float]:
 
         batch, batch_metrics = pack_and_score(run, responses)
         metrics |= batch_metrics
-        del responses, sampled  # frees memory: the packs have the tokens
+        del responses, sampled  # frees memory: the micro-batches have the tokens
         run.raise_if_stopping()
 
         steps: list[OptimizerStep] = []
@@ -121,7 +121,7 @@ def train_step(run: Training) -> dict[str, float]:
                 if state.saved == state.step and len(steps) < len(mini_batches):
                     run.raise_if_stopping()
     metrics |= update_metrics(run, batch, steps)
-    metrics |= rank_metrics(run.policy, groups, state, log, batch.packs.tokens * config.batch.epochs)
+    metrics |= rank_metrics(run.policy, groups, state, log, batch.micro_batches.tokens * config.batch.epochs)
 
     with log.phase("update_weights"):
         run.engine.update_weights(number)

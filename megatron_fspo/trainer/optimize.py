@@ -1,6 +1,6 @@
 """The optimizer steps on one rollout. Each of them consists of:
 
-1. Forward and backward on the packs of a mini-batch, which gives the gradient and a record of each sequence.
+1. Forward and backward on a mini-batch's micro-batches: gives the gradient and a record of each sequence.
 2. Name and count sequences with a non-finite S, up to the share that the run allows.
 3. End the run if the policy is too far from the old policy (``optimizer.max_kl``).
 4. Skip the step if its gradient is not finite, as a weight of 0 does not stop a NaN inside the network from
@@ -27,7 +27,7 @@ from megatron_fspo.errors import Diverged, TrainingError
 from megatron_fspo.mcore.model.policy import Update
 from megatron_fspo.mcore.model.policy_loss import PolicyLoss
 from megatron_fspo.objective import SequenceLevel
-from megatron_fspo.packing.batch import Packs
+from megatron_fspo.packing.batch import MicroBatches
 from megatron_fspo.parallel.groups import ParallelGroups, Totals, agreed, any_rank, gather_lists, means, share
 from megatron_fspo.record.log import RunLog
 from megatron_fspo.record.records import Recorder, SequenceRecord, as_tensors
@@ -52,7 +52,7 @@ class OptimizerStep:
     records: list[SequenceRecord]
     """Records of the sequences of all ranks."""
     num_sequences: int
-    """N, sequences of the mini-batch, in packs or not."""
+    """N, sequences of the mini-batch, in micro-batches or not."""
     on_policy: bool
     """True if the policy had not moved since the old pass, so that S = 0."""
     measured: bool
@@ -74,10 +74,10 @@ class OptimizerStep:
 
 
 def update(
-    run: Training, batch: TrainingBatch, packs: Packs, before: Sequence[OptimizerStep]
+    run: Training, batch: TrainingBatch, micro_batches: MicroBatches, before: Sequence[OptimizerStep]
 ) -> OptimizerStep:
-    """Take an optimizer step on the ``packs`` of a mini-batch; ``before`` are those already taken on the
-    rollout. Collective.
+    """Take an optimizer step on the ``micro_batches`` of a mini-batch; ``before`` are those already taken
+    on the rollout. Collective.
 
     Raises:
         TrainingError: too many sequences are not finite.
@@ -98,19 +98,19 @@ def update(
         kl_coef=config.loss.kl_coef,
         observer=recorder,
     )
-    packs, passes = run.policy.with_routers(
-        packs,
+    micro_batches, passes = run.policy.with_routers(
+        micro_batches,
         replay=config.moe.replay != "off",
         aux_loss_coef=config.moe.aux_loss_coef,
         z_loss_coef=config.moe.z_loss_coef,
     )
-    totals = run.policy.backward(packs, loss)
+    totals = run.policy.backward(micro_batches, loss)
     routers, flipped = (None, []) if passes is None else (passes.report(), passes.flipped())
     records, tokens = _gathered(recorder, flipped, run.groups)
     grad_norm = run.policy.grad_norm()
 
     broken = [record for record in records if record.nonfinite]
-    _check_finite(broken, packs.totals.num_sequences, batch.rollout, config, log, state.step + 1)
+    _check_finite(broken, micro_batches.totals.num_sequences, batch.rollout, config, log, state.step + 1)
     check_kl(totals, config.optimizer.max_kl, name, device)
     suspects = [batch.rollout.name(record.sample) for record in broken[:_NAMED]]
     reason = skip_reason(state, config.optimizer, grad_norm, suspects, device)
@@ -130,7 +130,7 @@ def update(
         number=number,
         update=taken,
         records=records,
-        num_sequences=packs.totals.num_sequences,
+        num_sequences=micro_batches.totals.num_sequences,
         on_policy=on_policy,
         measured=moved and not on_policy,
         tokens=tokens,

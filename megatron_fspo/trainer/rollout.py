@@ -17,7 +17,7 @@ from megatron_fspo.config import Config
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.mcore.machine.backend import Backend
 from megatron_fspo.mcore.machine.sizes import shares_prompts
-from megatron_fspo.packing.batch import NO_ROUTE, Packs, Sequences, as_row
+from megatron_fspo.packing.batch import NO_ROUTE, MicroBatches, Sequences, as_row
 from megatron_fspo.packing.pack import Pack, PackLayout, Plan, collate_packs, plan_step
 from megatron_fspo.packing.plan import attention_costs
 from megatron_fspo.parallel.groups import ParallelGroups, exchange, of_first_rank, pack_layout
@@ -279,8 +279,8 @@ def make_mini_batches(
     *,
     routing: Routing | None = None,
     layers: Sequence[int] = (),
-) -> tuple[Packs, list[int]]:
-    """Return this rank's packs of all mini-batches, and the number of packs of each. With ``routing`` they
+) -> tuple[MicroBatches, list[int]]:
+    """Return this rank's micro-batches of all mini-batches, and their number in each. With ``routing`` they
     have the sampler's routes through ``layers``, the layers with routers on this rank. Collective.
 
     A mini-batch has consecutive prompts. Every rank knows all lengths and computes the same plan, so N and T

@@ -20,7 +20,7 @@ from megatron_fspo.mcore.model.model import expert_offset, layer_offset
 from megatron_fspo.mcore.model.policy import Policy
 from megatron_fspo.mcore.model.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.objective.surrogate import LossTerms
-from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences
+from megatron_fspo.packing.batch import MicroBatch, MicroBatches, Sequences
 from megatron_fspo.packing.pack import pack
 from megatron_fspo.parallel.groups import ParallelGroups, means, of_first_rank, pack_layout, share
 from megatron_fspo.parallel.head import linear_log_probs
@@ -97,7 +97,7 @@ def shard_of(row: Row, tensors: Mapping[str, Tensor], policy: Policy) -> Tensor:
 class Scored:
     """This rank's micro-batches of one split, with the policy's log-probs."""
 
-    micro_batches: Packs
+    micro_batches: MicroBatches
     log_probs: list[Tensor]
     """[t] per micro-batch."""
     scoring: Scoring
@@ -130,22 +130,22 @@ def score(
         row_starts=[sample.completion.row_starts for sample in samples],
         routes=None if routes is None else torch.cat([*routes])[:, policy.layers],
     )
-    batches = pack(sequences, layout, plan=split(split_name, sequences, policy.arch, layout))
-    routed, passes = policy.with_routers(batches, replay=routes is not None)
+    micro_batches = pack(sequences, layout, plan=split(split_name, sequences, policy.arch, layout))
+    routed, passes = policy.with_routers(micro_batches, replay=routes is not None)
     log_probs = policy.score(routed, scoring)
     if passes is not None:
-        batches = batches.with_columns(routes=passes.routes())
-    return Scored(micro_batches=batches, log_probs=log_probs, scoring=scoring)
+        micro_batches = micro_batches.with_columns(routes=passes.routes())
+    return Scored(micro_batches=micro_batches, log_probs=log_probs, scoring=scoring)
 
 
 def run(policy: Policy, case: Case, scored: Scored, samples: Sequence[Sample]) -> Outcome:
     """Take one step with old log-probs that are the policy's minus the case's drifts. Collective."""
-    batches = scored.micro_batches.with_columns(
+    micro_batches = scored.micro_batches.with_columns(
         old_log_probs=below(scored, case.drifts(samples), samples),
         reference_log_probs=below(scored, reference_drifts(samples), samples),
     )
-    batches, _ = policy.with_routers(
-        batches, replay=case.replay, aux_loss_coef=case.aux_loss_coef, z_loss_coef=case.z_loss_coef
+    micro_batches, _ = policy.with_routers(
+        micro_batches, replay=case.replay, aux_loss_coef=case.aux_loss_coef, z_loss_coef=case.z_loss_coef
     )
     rows = torch.zeros(4, len(samples), dtype=torch.float64, device=policy.backend.device)
 
@@ -164,20 +164,22 @@ def run(policy: Policy, case: Case, scored: Scored, samples: Sequence[Sample]) -
     grad_norm = None
     with _counted(policy.groups) as counts:
         if policy.config.params_dtype == torch.float64:  # Megatron's optimizer has no float64
-            metrics = means(policy.backward(batches, loss))
+            metrics = means(policy.backward(micro_batches, loss))
         else:
-            update = policy.update(batches, loss)
+            update = policy.update(micro_batches, loss)
             metrics, grad_norm = update.metrics, update.grad_norm
     policy.gather_gradients()
     return Outcome(
-        **_gathered(rows, batches, scored.log_probs, samples, policy),
+        **_gathered(rows, micro_batches, scored.log_probs, samples, policy),
         metrics=metrics,
         grad_norm=grad_norm,
         gradients=[
             (row, parameter.main_grad) for row, parameter in _parameters(policy) if parameter.requires_grad
         ],
         collectives=share(
-            {name: counts[name] / len(batches) for name in ("tp", "cp")}, group=policy.groups.pp, source=-1
+            {name: counts[name] / len(micro_batches) for name in ("tp", "cp")},
+            group=policy.groups.pp,
+            source=-1,
         ),
     )
 
@@ -212,7 +214,7 @@ def below(scored: Scored, drifts: Sequence[Tensor], samples: Sequence[Sample]) -
 
 def _gathered(
     rows: Tensor,
-    batches: Sequence[MicroBatch],
+    micro_batches: Sequence[MicroBatch],
     scores: Sequence[Tensor],
     samples: Sequence[Sample],
     policy: Policy,
@@ -222,7 +224,7 @@ def _gathered(
     longest = max(sample.completion.length for sample in samples)
     log_probs = rows.new_zeros(len(samples), longest)
     tokens = rows.new_zeros(())
-    for batch, score in zip(batches, scores, strict=True):
+    for batch, score in zip(micro_batches, scores, strict=True):
         sample, position = _response_positions(batch, samples)
         log_probs[sample, position] += score[batch.loss_mask].double()
         tokens += batch.loss_mask.sum()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from gpu_models import ALONE, build, old_pass, packs_of, scores, update
+from gpu_models import ALONE, build, old_pass, scores, step_micro_batches, update
 from gpu_sizes import SIZES
 from torch import Tensor
 
@@ -82,7 +82,7 @@ def fp8(recipe: str) -> dict[str, Any]:
     assert emulate_fp8(emulated, asked) == found["expected_modules"]
     found["emulated"] = _spread(scores(emulated, size) - local)
     found["alike"] = torch.corrcoef(torch.stack([native - base, scores(emulated, size) - local]))[0, 1].item()
-    batches = packs_of(policy, size)
+    batches = step_micro_batches(policy, size)
     found["s"], found["grad_norm"] = update(policy, old_pass(policy, batches))
     found["moved"] = _spread(scores(policy, size) - native)
     found["later_s"], _ = update(policy, old_pass(policy, batches))

@@ -15,10 +15,10 @@ from megatron_fspo import config as options
 from megatron_fspo.config.fp8 import BF16, FP8
 from megatron_fspo.mcore.machine.transformer_engine import engine_problem
 from megatron_fspo.mcore.model.policy import Model, Policy
-from megatron_fspo.packing.batch import Packs
+from megatron_fspo.packing.batch import MicroBatches
 from megatron_fspo.verify.cases import random_samples
 from megatron_fspo.weights import Architecture
-from passes import by_token, loss_of, micro_batches, new_groups, scoring_of
+from passes import by_token, loss_of, make_micro_batches, new_groups, scoring_of
 
 ALONE = options.Parallel()
 
@@ -60,24 +60,24 @@ def fill(model: Model) -> None:
     model.weights_loaded()
 
 
-def packs_of(model: Model, size: Step, max_tokens: int | None = None) -> Packs:
+def step_micro_batches(model: Model, size: Step, max_tokens: int | None = None) -> MicroBatches:
     """Micro-batches of random samples."""
     rows = random_samples(size.shapes, vocab_size=model.arch.vocab_size, seed=3)
-    return micro_batches(model, rows, max_tokens or size.max_tokens)
+    return make_micro_batches(model, rows, max_tokens or size.max_tokens)
 
 
 def scores(model: Model, size: Step, max_tokens: int | None = None) -> Tensor:
     """Log-probs of all response tokens, by sample and position: the same order for every packing."""
-    batches = packs_of(model, size, max_tokens)
+    batches = step_micro_batches(model, size, max_tokens)
     return by_token(batches, model.score(batches, scoring_of(model, 1.0)), model.groups)
 
 
-def old_pass(policy: Policy, batches: Packs) -> Packs:
+def old_pass(policy: Policy, batches: MicroBatches) -> MicroBatches:
     """The micro-batches with log-probs of before the update."""
     return batches.with_columns(old_log_probs=policy.score(batches, scoring_of(policy, 1.0)))
 
 
-def update(policy: Policy, batches: Packs) -> tuple[float, float]:
+def update(policy: Policy, batches: MicroBatches) -> tuple[float, float]:
     """One optimizer step: the largest |S| of this rank's sequences, and the norm of the gradient."""
     sums = [0.0]
     loss = loss_of(policy, lambda batch, terms, _: sums.extend(terms.log_ratio_sum.abs().tolist()), 1.0)

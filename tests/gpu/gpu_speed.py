@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_models import ALONE, best_layers, build, old_pass, packs_of, scores, timed, update
+from gpu_models import ALONE, best_layers, build, old_pass, scores, step_micro_batches, timed, update
 from gpu_sizes import SIZES
 from step_memory import layers_that_fit, state_bytes
 from torch import Tensor
@@ -33,7 +33,7 @@ from megatron_fspo.mcore.passes.decode import Decoder
 from megatron_fspo.mcore.passes.fp8 import probe_fp8
 from megatron_fspo.mcore.passes.score import score_sequences
 from megatron_fspo.mcore.state.offload import Offload
-from megatron_fspo.packing.batch import Packs
+from megatron_fspo.packing.batch import MicroBatches
 from megatron_fspo.parallel.head import triton_problem
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.types import Prompt, SamplingParams
@@ -62,7 +62,7 @@ def step(recipe: str) -> dict[str, Any]:
     )
     modules = probe_fp8(policy)
     torch.cuda.reset_peak_memory_stats()
-    batches = packs_of(policy, size)
+    batches = step_micro_batches(policy, size)
     for _ in range(2):
         scored, old_seconds = timed(lambda: old_pass(policy, batches))
         (s, norm), seconds = timed(lambda scored=scored: update(policy, scored))
@@ -100,7 +100,7 @@ def step(recipe: str) -> dict[str, Any]:
     }
 
 
-def _planned(policy: Policy, batches: Packs, ranks: int) -> float:
+def _planned(policy: Policy, batches: MicroBatches, ranks: int) -> float:
     """Bytes that ``plan`` gives the largest of the micro-batches."""
     shape = Shape(
         arch=policy.arch,

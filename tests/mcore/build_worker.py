@@ -28,7 +28,7 @@ from megatron_fspo.mcore.state.hf_weights import load_hf
 from megatron_fspo.trainer.evaluate_checkpoint import evaluate_checkpoint
 from megatron_fspo.trainer.prepare import prepare
 from megatron_fspo.weights import read_architecture, resolve
-from passes import build, micro_batches, scoring_of
+from passes import build, make_micro_batches, scoring_of
 
 CPU = choose_backend(BACKEND, LAYERS)
 TENSOR, PIPELINE = options.Parallel(tensor=2, sequence=True), options.Parallel(pipeline=2)
@@ -54,7 +54,7 @@ def check(checkpoint: Path, parallel: options.Parallel, dtype: torch.dtype) -> N
             assert hasattr(parameter, "main_grad") is (built is policy), name
     assert torch.equal(random_state, torch.get_rng_state()), "building a model drew random numbers"
 
-    batches = micro_batches(model, samples(), 150)
+    batches = make_micro_batches(model, samples(), 150)
     ours, theirs = (built.score(batches, scoring_of(built)) for built in (model, policy))
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other) and not one.requires_grad

@@ -21,7 +21,7 @@ from megatron_fspo.mcore.model.policy_loss import Observer, PolicyLoss, Scoring
 from megatron_fspo.mcore.state.hf_weights import load_hf
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip
 from megatron_fspo.objective.surrogate import SequenceLevel
-from megatron_fspo.packing.batch import MicroBatch, Packs
+from megatron_fspo.packing.batch import MicroBatch, MicroBatches
 from megatron_fspo.packing.pack import pack
 from megatron_fspo.parallel.groups import ParallelGroups, gather_lists, pack_layout
 from megatron_fspo.types import Sample
@@ -67,8 +67,8 @@ def loss_of(model: Model, observer: Observer, temperature: float = TEMPERATURE) 
     return PolicyLoss(objective=objective, scoring=scoring_of(model, temperature), observer=observer)
 
 
-def micro_batches(model: Model, samples: Sequence[Sample], max_tokens: int) -> Packs:
-    """Packs of this rank, as the trainer makes them."""
+def make_micro_batches(model: Model, samples: Sequence[Sample], max_tokens: int) -> MicroBatches:
+    """Micro-batches of this rank, as the trainer makes them."""
     layout = pack_layout(
         model.groups,
         model.backend.device,

@@ -44,8 +44,8 @@ policy.chunks[0].decoder.layers[0].self_attention.register_forward_pre_hook(
     with_kwargs=True,
 )
 for share in (False, True):
-    packs = pack(sequences, PackLayout(share_prompts=share))
-    routed, passes = policy.with_routers(packs)
+    micro_batches = pack(sequences, PackLayout(share_prompts=share))
+    routed, passes = policy.with_routers(micro_batches)
     assert passes is not None
     scores = policy.score(routed, scoring)
     sums: list[float] = []
@@ -57,10 +57,16 @@ for share in (False, True):
         objective=FSPOLoss(c_low=0.1, c_high=0.1).objective(), scoring=scoring, observer=observe
     )
     report = passes.report().tolist()
-    packs = packs.with_columns(old_log_probs=scores, routes=passes.routes())
-    packs, _ = policy.with_routers(packs, replay=True)
-    policy.backward(packs, loss)
+    micro_batches = micro_batches.with_columns(old_log_probs=scores, routes=passes.routes())
+    micro_batches, _ = policy.with_routers(micro_batches, replay=True)
+    policy.backward(micro_batches, loss)
     norm = torch.cat([p.main_grad.flatten() for p in policy.chunks[0].parameters()]).norm().item()
-    out[str(share)] = {"tokens": packs.tokens, "report": report, "sums": sums, "norm": norm, "rope": seen[-1]}
+    out[str(share)] = {
+        "tokens": micro_batches.tokens,
+        "report": report,
+        "sums": sums,
+        "norm": norm,
+        "rope": seen[-1],
+    }
 Path(sys.argv[1]).write_text(json.dumps(out), encoding="utf-8")
 stop()

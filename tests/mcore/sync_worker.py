@@ -28,12 +28,12 @@ from megatron_fspo.config.correction import SequenceTIS, TokenTIS
 from megatron_fspo.mcore.machine.startup import stop
 from megatron_fspo.mcore.model.policy import Policy
 from megatron_fspo.mcore.model.policy_loss import PolicyLoss
-from megatron_fspo.packing.batch import Packs
+from megatron_fspo.packing.batch import MicroBatches
 from megatron_fspo.record.records import Recorder
 from megatron_fspo.trainer.correction import correct
 from megatron_fspo.trainer.mismatch import MismatchAlarm, measure
 from megatron_fspo.verify.cases import LOSSES
-from passes import build, micro_batches, scoring_of
+from passes import build, make_micro_batches, scoring_of
 
 PACKAGE = f"{REPO}/megatron_fspo/"
 OPERATIONS = {"_local_scalar_dense", "is_nonzero", "nonzero", "_unique2", "masked_select", "equal"}
@@ -100,9 +100,9 @@ def check_one_norm(checkpoint: Path, dtype: torch.dtype, *, distributed: bool) -
     states = []
     for own in (True, False):
         policy = build(checkpoint, parallel, dtype=dtype, optimizer=settings)
-        packs = micro_batches(policy, samples(), 70)
+        micro_batches = make_micro_batches(policy, samples(), 70)
         totals = policy.backward(
-            packs, PolicyLoss(objective=LOSSES["fspo"].objective(), scoring=scoring_of(policy))
+            micro_batches, PolicyLoss(objective=LOSSES["fspo"].objective(), scoring=scoring_of(policy))
         )
         real = megatron_optimizer.get_grad_norm_fp32
         with mock.patch.object(megatron_optimizer, "get_grad_norm_fp32", wraps=real) as norms:
@@ -120,7 +120,7 @@ def check_one_norm(checkpoint: Path, dtype: torch.dtype, *, distributed: bool) -
     assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
 
 
-def passes(policy: Policy, packs: Packs) -> dict[str, dict[str, int]]:
+def passes(policy: Policy, micro_batches: MicroBatches) -> dict[str, dict[str, int]]:
     """Pass → calls by file, for all passes over the packs of a step."""
     found: dict[str, dict[str, int]] = {}
 
@@ -131,9 +131,9 @@ def passes(policy: Policy, packs: Packs) -> dict[str, dict[str, int]]:
         return result
 
     scoring, groups, count = scoring_of(policy), policy.groups, len(samples())
-    scores = counted("score", policy.score, packs, scoring)
+    scores = counted("score", policy.score, micro_batches, scoring)
     shifted = [score - 0.01 for score in scores]
-    packs = packs.with_columns(old_log_probs=shifted, reference_log_probs=shifted)
+    micro_batches = micro_batches.with_columns(old_log_probs=shifted, reference_log_probs=shifted)
     alarm = MismatchAlarm(
         fresh=torch.zeros(count, dtype=torch.long),
         version=0,
@@ -141,10 +141,10 @@ def passes(policy: Policy, packs: Packs) -> dict[str, dict[str, int]]:
         limit=100.0,
         groups=groups,
     )
-    mismatch = counted("mismatch", measure, packs, count, group=groups.dp_cp, also=alarm.add)
+    mismatch = counted("mismatch", measure, micro_batches, count, group=groups.dp_cp, also=alarm.add)
     counted("alarm", alarm.check)
     for rule in (TokenTIS(), SequenceTIS()):
-        corrected, _ = counted(rule.name, correct, rule, packs, mismatch, groups=groups)
+        corrected, _ = counted(rule.name, correct, rule, micro_batches, mismatch, groups=groups)
     for name, section in LOSSES.items():
         recorder = Recorder(1)
         loss = PolicyLoss(
@@ -162,8 +162,8 @@ def passes(policy: Policy, packs: Packs) -> dict[str, dict[str, int]]:
 def main() -> None:
     out, checkpoint = map(Path, sys.argv[1:])
     policy = build(checkpoint, options.Parallel())
-    few, many = (micro_batches(policy, samples(), size) for size in (512, 70))
-    found = {str(len(packs)): passes(policy, packs) for packs in (few, many)}
+    few, many = (make_micro_batches(policy, samples(), size) for size in (512, 70))
+    found = {str(len(micro_batches)): passes(policy, micro_batches) for micro_batches in (few, many)}
     stop()
     for dtype, distributed in ((torch.float32, False), (torch.bfloat16, True)):
         check_one_norm(checkpoint, dtype, distributed=distributed)

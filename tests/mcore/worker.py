@@ -23,13 +23,13 @@ from megatron_fspo.parallel.groups import gather_lists, share
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.types import Prompt, SamplingParams
 from packs import collate
-from passes import build, by_token, loss_of, micro_batches, scoring_of
+from passes import build, by_token, loss_of, make_micro_batches, scoring_of
 
 
 def step(policy: Policy, max_tokens: int) -> dict[str, torch.Tensor]:
     """Score, then one optimizer step on drifted old log-probs; returns everything on rank 0."""
     groups, rows = policy.groups, samples()
-    batches = micro_batches(policy, rows, max_tokens)
+    batches = make_micro_batches(policy, rows, max_tokens)
     scores = policy.score(batches, scoring_of(policy))
     old = []
     for batch, score in zip(batches, scores, strict=True):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.types import Sample
-from packs import collate, packs_of, sample, sample_length
+from packs import collate, make_micro_batches, sample, sample_length
 
 PAD = 0
 
@@ -108,7 +108,9 @@ def test_an_empty_micro_batch_is_one_tail(multiple_of: int) -> None:
 def test_a_pack_is_copied_from_pinned_memory_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """To a device that is none, and the host keeps its own."""
     samples = [sample([9], [8]), sample([1, 2], [3, 5])]
-    packs = packs_of(samples, [[0], [1]], device="meta").with_columns(old_log_probs=["first", "second"])
+    micro_batches = make_micro_batches(samples, [[0], [1]], device="meta").with_columns(
+        old_log_probs=["first", "second"]
+    )
     pinned, copied, real = [], [], Tensor.to
 
     def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -118,12 +120,12 @@ def test_a_pack_is_copied_from_pinned_memory_without_waiting(monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr(Tensor, "pin_memory", lambda self: pinned.append(self) or self)
         patch.setattr(Tensor, "to", to)
-        batch = packs[1]
+        batch = micro_batches[1]
     assert batch.turns is not None
     tensors = [*(value for value in vars(batch).values() if isinstance(value, Tensor)), *batch.turns]
     assert len(tensors) > 8 and all(value.is_meta for value in tensors)
     assert copied == [(id(value), {"non_blocking": True}) for value in pinned] and len(pinned) == len(tensors)
-    assert batch.source is packs.on_host[1] and batch.source.sample_index.tolist() == [1]
+    assert batch.source is micro_batches.on_host[1] and batch.source.sample_index.tolist() == [1]
     assert batch.old_log_probs == "second" and batch.label_range == (3, 5)
-    on_cpu = packs_of(samples, [[0], [1]])
+    on_cpu = make_micro_batches(samples, [[0], [1]])
     assert on_cpu[0].tokens is on_cpu.on_host[0].tokens, "copied without need"

@@ -38,12 +38,12 @@ def sequences_of(shapes: list[tuple[int, int]]) -> Sequences:
 def test_each_token_has_its_own_route(shapes: list[tuple[int, int]], context: int, multiple_of: int) -> None:
     for rank in range(context):
         layout = PackLayout(context_rank=rank, context_size=context, multiple_of=multiple_of)
-        packs = pack(sequences_of(shapes), layout)
-        packs = packs.with_columns(
-            routes=[batch.routes for batch in packs],
-            old_log_probs=[batch.position_ids[0].float() for batch in packs],
+        micro_batches = pack(sequences_of(shapes), layout)
+        micro_batches = micro_batches.with_columns(
+            routes=[batch.routes for batch in micro_batches],
+            old_log_probs=[batch.position_ids[0].float() for batch in micro_batches],
         )
-        for batch in packs:
+        for batch in micro_batches:
             assert batch.routes is not None and batch.routes.dtype == torch.uint8
             n = len(batch.lengths)
             for at, (segment, position) in enumerate(

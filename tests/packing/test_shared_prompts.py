@@ -73,15 +73,15 @@ def visible(batch: MicroBatch) -> list[list[int]]:
 def test_every_sequence_is_whole(groups: Groups, multiple_of: int, room: int | None) -> None:
     sequences = sequences_of(groups)
     layout = PackLayout(share_prompts=True, multiple_of=multiple_of, max_tokens=room)
-    packs = pack(sequences, layout)
-    assert room is None or all(b.uses.count_nonzero() <= room for b in packs)
-    packs = packs.with_columns(
-        routes=[batch.routes for batch in packs],
-        old_log_probs=[batch.position_ids[0] + 100.0 for batch in packs],
+    micro_batches = pack(sequences, layout)
+    assert room is None or all(b.uses.count_nonzero() <= room for b in micro_batches)
+    micro_batches = micro_batches.with_columns(
+        routes=[batch.routes for batch in micro_batches],
+        old_log_probs=[batch.position_ids[0] + 100.0 for batch in micro_batches],
     )
-    numbers = [n for batch in packs for n in batch.sample_index.tolist()]
+    numbers = [n for batch in micro_batches for n in batch.sample_index.tolist()]
     assert sorted(numbers) == [*range(len(sequences.lengths))]
-    for batch in packs:
+    for batch in micro_batches:
         assert batch.routes is not None and batch.old_log_probs is not None
         assert batch.borders[-1] == batch.tokens.numel() and batch.tokens.numel() % multiple_of == 0
         for number, rows in zip(batch.sample_index.tolist(), visible(batch), strict=True):

@@ -25,7 +25,7 @@ from megatron_fspo.mcore.model.policy_loss import PolicyLoss
 from megatron_fspo.parallel import head, triton_head
 from megatron_fspo.parallel.head import linear_log_probs
 from megatron_fspo.verify.cases import LOSSES
-from passes import build, micro_batches, scoring_of
+from passes import build, make_micro_batches, scoring_of
 from sync_worker import samples
 
 kernels = partial(linear_log_probs, kind="triton")
@@ -141,7 +141,7 @@ def check_training(checkpoint: Path) -> None:
         scoring = replace(scoring_of(policy), head=kind)
         loss = PolicyLoss(objective=LOSSES["fspo"].objective(), scoring=scoring, entropy_coef=0.1)
         with mock.patch.object(triton_head, "add_gradients", wraps=triton_head.add_gradients) as add:
-            policy.backward(micro_batches(policy, samples(), 70), loss)
+            policy.backward(make_micro_batches(policy, samples(), 70), loss)
         assert add.called is (kind == "triton")
         found.append([p.main_grad.clone() for chunk in policy.chunks for p in chunk.parameters()])
         stop()

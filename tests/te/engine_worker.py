@@ -22,7 +22,7 @@ from megatron_fspo.mcore.model.policy import Policy
 from megatron_fspo.mcore.model.policy_loss import Scoring
 from megatron_fspo.mcore.passes.decode import Decoder
 from megatron_fspo.mcore.state.checkpoint import load_checkpoint, save_checkpoint
-from packs import packs_of, sample
+from packs import make_micro_batches, sample
 from worker import step
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -83,8 +83,8 @@ def check_sharing(checkpoint: Path) -> float:
     scoring = Scoring(groups=policy.groups, vocab_size=policy.arch.vocab_size, temperature=1.0)
     found = []
     for share in (False, True):
-        packs = packs_of(samples, [range(4)], share_prompts=share, multiple_of=2)
-        (batch,), (scores,) = packs.on_host, policy.score(packs, scoring)
+        micro_batches = make_micro_batches(samples, [range(4)], share_prompts=share, multiple_of=2)
+        (batch,), (scores,) = micro_batches.on_host, policy.score(micro_batches, scoring)
         assert bool(batch.prefixes) == share
         found.append(torch.cat([scores[batch.loss_mask & (batch.segment == number)] for number in range(4)]))
     return (found[0] - found[1]).abs().max().item()

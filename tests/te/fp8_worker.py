@@ -32,7 +32,7 @@ from megatron_fspo.mcore.passes.fp8 import probe_fp8
 from megatron_fspo.mcore.passes.score import score_sequences
 from megatron_fspo.mcore.state.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fspo.mcore.state.offload import Offload
-from megatron_fspo.packing.batch import Packs
+from megatron_fspo.packing.batch import MicroBatches
 from megatron_fspo.parallel.groups import gather_lists, share
 from megatron_fspo.trainer import build as build_module
 from megatron_fspo.trainer.build import canary_scores
@@ -68,7 +68,7 @@ def other_packs(policy: Policy) -> dict[str, float]:
     return {"S": sums.max().item(), "of the band": (sums / (C * LENGTHS.sqrt())).max().item()}
 
 
-def loss_of(policy: Policy, sums: list[float]) -> tuple[Packs, PolicyLoss]:
+def loss_of(policy: Policy, sums: list[float]) -> tuple[MicroBatches, PolicyLoss]:
     """With old log-probs of the present weights; ``sums`` gets |S|."""
     batches = passes.micro_batches(policy, samples(), 512)
     loss = passes.loss_of(policy, lambda batch, terms, _: sums.extend(terms.log_ratio_sum.abs().tolist()))

@@ -19,7 +19,7 @@ from megatron_fspo.mcore.machine.startup import start
 from megatron_fspo.mcore.model.policy import Policy
 from megatron_fspo.mcore.model.policy_loss import Scoring
 from megatron_fspo.mcore.passes.decode import Decoder
-from megatron_fspo.packing.batch import MicroBatch, Packs
+from megatron_fspo.packing.batch import MicroBatch, MicroBatches
 from megatron_fspo.parallel.groups import gather_lists
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.trainer.mismatch import LIMIT, MismatchAlarm, token_deltas
@@ -28,7 +28,7 @@ from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import SMALL, random_weights, with_layers
 from megatron_fspo.verify.layouts import parse_layout
 from mismatch_cases import as_rollout
-from packs import packs_of
+from packs import make_micro_batches
 
 TEMPERATURE, VERSION = 0.7, 5
 OLDER = 1  # tokens that an older version wrote, of each response
@@ -88,7 +88,7 @@ class Situation:
     ) -> tuple[dict[str, float], str | None]:
         """What the alarm says. ``raw``: log-probs at temperature 1 in place of the sampler's; ``spoilt``: bad
         ones for the first token of each response."""
-        batches = self._packs(samples)
+        batches = self._micro_batches(samples)
         sampled = self._scores(batches, 1.0) if raw else [batch.sampled_log_probs for batch in batches]
         generator = torch.Generator().manual_seed(self.groups.dp.rank())
         first = len(samples[0].prompt.token_ids) - 1
@@ -111,12 +111,12 @@ class Situation:
             alarm.add(batch, token_deltas(batch))
         return alarm.check()
 
-    def _packs(self, samples: Sequence[Sample]) -> Packs:
+    def _micro_batches(self, samples: Sequence[Sample]) -> MicroBatches:
         """Two per pipeline stage."""
         groups = self.groups
         mine = range(groups.dp.rank(), len(samples), groups.dp.size())
         count = 2 * groups.pp.size()
-        return packs_of(
+        return make_micro_batches(
             samples,
             [mine[number::count] for number in range(count)],
             context_rank=groups.cp.rank(),

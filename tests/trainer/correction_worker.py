@@ -39,13 +39,15 @@ def main(out: Path) -> None:
         if name == "length_fair_gate":
             limit = 0.2 * lengths.double().sqrt()
         sums = limit * (1 + 1e-12 * (1 - 2 * dist.get_rank()))
-        packs, metrics = correct(
+        micro_batches, metrics = correct(
             rule,
             packed(samples, deltas, PACKS[1]),
             Mismatch(sums=sums, lengths=lengths, metrics={}),
             groups=groups,
         )
-        weights = [batch.rollout_weights.tolist() for batch in packs if batch.rollout_weights is not None]
+        weights = [
+            batch.rollout_weights.tolist() for batch in micro_batches if batch.rollout_weights is not None
+        ]
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, (weights, {key: str(value) for key, value in metrics.items()}))
         found[name] = every

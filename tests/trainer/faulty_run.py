@@ -114,11 +114,11 @@ def slow_rank(folder: str, out: str) -> Iterator[None]:
                 pass
         return result
 
-    def watched(run: Any, batch: Any, packs: Any, before: Any) -> Any:
+    def watched(run: Any, batch: Any, micro_batches: Any, before: Any) -> Any:
         if os.environ["RANK"] == "0" and run.state.step == 2 and len(before) == 1:
             time.sleep(5 * lock.REFRESH_SECONDS)  # until both ranks have written this step
             Path(out).write_text(render(examine(Path(folder))), encoding="utf-8")
-        return update(run, batch, packs, before=before)
+        return update(run, batch, micro_batches, before=before)
 
     with (
         mock.patch.object(lock, "REFRESH_SECONDS", 0.2),

@@ -28,7 +28,7 @@ from megatron_fspo.mcore.machine.backend import choose_backend
 from megatron_fspo.mcore.machine.startup import start
 from megatron_fspo.mcore.model.policy import Policy
 from megatron_fspo.mcore.model.policy_loss import PolicyLoss, Scoring
-from megatron_fspo.packing.batch import NO_ROUTE, Packs
+from megatron_fspo.packing.batch import NO_ROUTE, MicroBatches
 from megatron_fspo.packing.pack import PackLayout
 from megatron_fspo.parallel.groups import gather_lists, share
 from megatron_fspo.record.records import Recorder, clip_metrics
@@ -107,31 +107,31 @@ def layout_for(policy: Policy, config: Any) -> PackLayout:
     return rollout_module.layout_of(config, policy.arch, policy.groups, policy.backend)
 
 
-def moved(packs: Packs, scores: list[Tensor], seed: float) -> list[Tensor]:
+def moved(micro_batches: MicroBatches, scores: list[Tensor], seed: float) -> list[Tensor]:
     """Scores below and above these: each token's by its response and its place there, whoever holds it."""
     found = []
-    for batch, score in zip(packs, scores, strict=True):
+    for batch, score in zip(micro_batches, scores, strict=True):
         index = torch.cat([batch.sample_index, batch.sample_index.new_zeros(1)])[batch.segment]
         place = batch.position_ids[0]
         found.append(score - 0.05 * torch.sin(seed + 7.0 * index + 3.0 * place).to(score))
     return found
 
 
-def packs_of(policy: Policy, rollout: Rollout, loss: PolicyLossConfig) -> list[Packs]:
+def make_micro_batches(policy: Policy, rollout: Rollout, loss: PolicyLossConfig) -> list[MicroBatches]:
     """Of each mini-batch, with log-probs of others that lie below and above the policy's."""
     config = settings(policy, loss)
-    packs, sizes = rollout_module.make_mini_batches(
+    micro_batches, sizes = rollout_module.make_mini_batches(
         config, rollout, policy.groups, layout_for(policy, config)
     )
-    scores = policy.score(packs, scoring(policy))
+    scores = policy.score(micro_batches, scoring(policy))
 
-    packs = packs.with_columns(
-        old_log_probs=moved(packs, scores, 1),
-        reference_log_probs=moved(packs, scores, 2),
-        sampled_log_probs=moved(packs, scores, 3),
+    micro_batches = micro_batches.with_columns(
+        old_log_probs=moved(micro_batches, scores, 1),
+        reference_log_probs=moved(micro_batches, scores, 2),
+        sampled_log_probs=moved(micro_batches, scores, 3),
     )
     ends = list(accumulate(sizes, initial=0))
-    return [packs[start:end] for start, end in pairwise(ends)]
+    return [micro_batches[start:end] for start, end in pairwise(ends)]
 
 
 def scoring(policy: Policy) -> Scoring:
@@ -143,7 +143,7 @@ def steps(
 ) -> list[dict[str, Any]]:
     """What each mini-batch's optimizer step computes: the gradients (this rank's), and the rest (of all)."""
     found, groups = [], policy.groups
-    for packs in packs_of(policy, rollout, loss):
+    for micro_batches in make_micro_batches(policy, rollout, loss):
         recorder = Recorder(1)
         policy_loss = PolicyLoss(
             objective=loss.objective(),
@@ -152,16 +152,16 @@ def steps(
             kl_coef=loss.kl_coef,
             observer=recorder,
         )
-        mismatch = measure(packs, len(rollout), group=groups.dp_cp)
+        mismatch = measure(micro_batches, len(rollout), group=groups.dp_cp)
         reported = mismatch.metrics
         if rule is not None:
-            packs, metrics = correct(rule, packs, mismatch, groups=groups)
+            micro_batches, metrics = correct(rule, micro_batches, mismatch, groups=groups)
             reported |= metrics
-        update = policy.update(packs, policy_loss)
+        update = policy.update(micro_batches, policy_loss)
         records = gather_lists(
             share(recorder.records(groups.dp.rank()), group=groups.pp, source=-1), group=groups.dp
         )
-        numbers = [int(n) for batch in packs for n in batch.sample_index]
+        numbers = [int(n) for batch in micro_batches for n in batch.sample_index]
         found.append(
             {
                 "gradients": {
@@ -173,7 +173,11 @@ def steps(
                 "reported": reported | update.metrics | clip_metrics(records, samples=1, seed=1),
                 "grad_norm": update.grad_norm,
                 "packed": sorted(gather_lists(numbers, group=groups.dp)),
-                "totals": [packs.totals.num_sequences, packs.totals.num_tokens, packs.totals.packed_tokens],
+                "totals": [
+                    micro_batches.totals.num_sequences,
+                    micro_batches.totals.num_tokens,
+                    micro_batches.totals.packed_tokens,
+                ],
             }
         )
     return found
@@ -226,7 +230,7 @@ def routes_of_packs(policy: Policy) -> list[int]:
     for key in ("off", "auto"):
         config = settings(policy, FSPO, key)
         with nobody_left_out():
-            packs, _ = rollout_module.make_mini_batches(
+            micro_batches, _ = rollout_module.make_mini_batches(
                 config,
                 replace(rollout, held=held, routed=routed),
                 groups,
@@ -234,7 +238,7 @@ def routes_of_packs(policy: Policy) -> list[int]:
                 routing=routing,
                 layers=layers,
             )
-        for batch in packs:
+        for batch in micro_batches:
             assert batch.routes is not None and batch.routes.dtype == torch.uint8
             index = [*batch.sample_index.tolist(), -1]
             owners = batch.segment.clone()

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from megatron_fspo.packing.batch import Packs
+from megatron_fspo.packing.batch import MicroBatches
 from megatron_fspo.record.records import SequenceRecord
 from megatron_fspo.trainer.rollout import Rollout, describe, rollout_of, with_advantages
 from megatron_fspo.types import Completion, Prompt, Sample
-from packs import packs_of
+from packs import make_micro_batches
 
 ALONE: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 LENGTHS = [1, 9, 30, 0, 4]
@@ -61,9 +61,9 @@ def as_rollout(samples: Sequence[Sample], per_prompt: int = 1) -> Rollout:
 
 def packed(
     samples: Sequence[Sample], deltas: Sequence[torch.Tensor], packs: Sequence[Sequence[int]]
-) -> Packs:
+) -> MicroBatches:
     """Micro-batches with the trainer's log-probs: Δ above the sampler's; NaN outside the mask."""
-    batches = packs_of(samples, packs)
+    batches = make_micro_batches(samples, packs)
     scores = []
     for batch in batches:
         score = torch.full(batch.loss_mask.shape, math.nan, dtype=torch.float64)

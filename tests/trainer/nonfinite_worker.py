@@ -119,11 +119,11 @@ class Situation:
         rollout, _ = rollout_and_completions(run.policy)
         pattern = torch.tensor([1.0, -0.5, -1.5]).expand(len(rollout.prompts), -1)
         rollout = with_advantages(rollout, pattern)
-        packs, sizes = make_mini_batches(run.inputs.config, rollout, self.groups, run.layout)
-        old = moved(packs, run.policy.score(packs, run.scoring), seed=0)
-        packs = packs.with_columns(old_log_probs=old)
+        micro_batches, sizes = make_mini_batches(run.inputs.config, rollout, self.groups, run.layout)
+        old = moved(micro_batches, run.policy.score(micro_batches, run.scoring), seed=0)
+        micro_batches = micro_batches.with_columns(old_log_probs=old)
         return TrainingBatch(
-            rollout=rollout, packs=packs, sizes=sizes, on_policy=False, stale=False, warm=True
+            rollout=rollout, micro_batches=micro_batches, sizes=sizes, on_policy=False, stale=False, warm=True
         )
 
 
@@ -147,17 +147,17 @@ def untouched(before: list[Tensor], policy: Policy) -> bool:
 def scoring_with_a_fault(situation: Situation) -> dict[str, Any]:
     """Who is not finite in a forward pass, and whose log-probs are others than without the fault."""
     run = situation.run()
-    packs = situation.batch(run).packs
+    micro_batches = situation.batch(run).micro_batches
     with Fault([CULPRIT])():
-        scores = run.policy.score(packs, run.scoring)
-    right = run.policy.score(packs, run.scoring)
+        scores = run.policy.score(micro_batches, run.scoring)
+    right = run.policy.score(micro_batches, run.scoring)
     broken, moved = [], []
-    for batch, score, wanted in zip(packs, scores, right, strict=True):
+    for batch, score, wanted in zip(micro_batches, scores, right, strict=True):
         for row, number in enumerate(batch.sample_index.tolist()):
             here = batch.loss_mask & (batch.segment == row)
             broken += [number] if not score[here].isfinite().all() else []
             moved += [number] if not torch.equal(score[here], wanted[here]) else []
-    largest = max(len(batch.sample_index) for batch in packs)
+    largest = max(len(batch.sample_index) for batch in micro_batches)
     return {"broken": broken, "moved": moved, "largest pack": largest}
 
 

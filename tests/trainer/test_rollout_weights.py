@@ -20,7 +20,7 @@ from megatron_fspo.losses import DAPOLoss, GRPOLoss
 from megatron_fspo.mcore.model.policy_loss import PolicyLoss
 from megatron_fspo.objective import FSPOBand
 from megatron_fspo.objective.surrogate import PolicyObjective, SequenceLevel
-from megatron_fspo.packing.batch import MicroBatch, Packs
+from megatron_fspo.packing.batch import MicroBatch, MicroBatches
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.record.records import Recorder
 from megatron_fspo.trainer.correction import Rule, correct, effective_share, little_is_left, weights_of
@@ -55,7 +55,7 @@ def corrected(
     packs: list[list[int]],
     deltas: list[Tensor] = DELTAS,
     broken: float | None = None,
-) -> tuple[Packs, dict[str, float]]:
+) -> tuple[MicroBatches, dict[str, float]]:
     """``broken``: the sampler's log-prob of a token of response 1."""
     samples, _ = responses()
     batches = packed(samples, deltas, packs)

@@ -248,16 +248,16 @@ def scores_of_chosen_only(real: Any, values: Tensor, dim: int, index: Tensor) ->
 
 
 @fault(EP, "replay", policy.Policy, "with_routers", replay=True)
-def stale_routes(real: Any, self: Any, packs: Any, **options: Any) -> Any:
+def stale_routes(real: Any, self: Any, micro_batches: Any, **options: Any) -> Any:
     """The update replays the routes of the previous micro-batch"""
-    if "routes" in packs.columns:
-        first, *others = packs.columns["routes"]
+    if "routes" in micro_batches.columns:
+        first, *others = micro_batches.columns["routes"]
         moved = [first] + [
             torch.cat([before[: len(own)], own[len(before) :]])
             for before, own in zip([first, *others[:-1]], others, strict=True)
         ]
-        packs = packs.with_columns(routes=moved)
-    return real(self, packs, **options)
+        micro_batches = micro_batches.with_columns(routes=moved)
+    return real(self, micro_batches, **options)
 
 
 @fault(EP, "router", policy_router, "megatron_loss", loss="router-losses")

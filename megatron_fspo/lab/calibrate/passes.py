@@ -23,7 +23,7 @@ from megatron_fspo.lab.calibrate.emulate import emulate_fp8
 from megatron_fspo.lab.explain.rows import location, read_rows
 from megatron_fspo.mcore.model.policy import Model
 from megatron_fspo.mcore.state.hf_weights import export_hf, load_hf
-from megatron_fspo.packing.batch import MicroBatch, Packs
+from megatron_fspo.packing.batch import MicroBatch, MicroBatches
 from megatron_fspo.packing.zigzag import padded_length
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.record.records import as_tensors
@@ -64,14 +64,14 @@ class PassDifference:
 
 
 class _Pass(NamedTuple):
-    """Of the T tokens of this rank's packs."""
+    """Of the T tokens of this rank's micro-batches."""
 
     log_probs: Tensor
     """[T] float64."""
     routes: list[Tensor] | None
     """[t, layers, k] of each micro-batch; None of a dense model."""
     flipped: Tensor
-    """[T] bool: other experts than the routes that the packs had."""
+    """[T] bool: other experts than the routes that the micro-batches had."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +121,9 @@ def measure(inputs: Inputs, emulated: Sequence[FP8], given: Sequence[Row]) -> Me
 class _Passes:
     def __init__(self, run: Training, rollout: Rollout, emulated: Sequence[FP8]) -> None:
         self._run, self._rollout, self._emulated = run, rollout, emulated
-        # Any advantage but 0: packs leave out what teaches nothing.
+        # Any advantage but 0: micro-batches leave out what teaches nothing.
         self._everything = with_advantages(rollout, torch.ones(len(rollout)))
-        self._packs = self._packed(run.inputs.config.batch.max_tokens)
+        self._micro_batches = self._packed(run.inputs.config.batch.max_tokens)
         self._weights = run.inputs.config.run_folder / "weights"
 
     def measured(self, *, sampled: bool) -> Measured:
@@ -132,14 +132,14 @@ class _Passes:
         again = self._scored(run.policy, beside=first)
         others = self._packed(self._other_size())
         (there,) = self._sums(self._scored(run.policy, others).log_probs[None], others)
-        (here,) = self._sums(first.log_probs[None], self._packs)
+        (here,) = self._sums(first.log_probs[None], self._micro_batches)
         none = torch.zeros(2, len(rollout))
         differences = [
             self._difference("repeat", own, again.log_probs - first.log_probs, again.flipped),
             PassDifference(kind="packs", precision=own, emulated=False, sums=there - here, flips=none),
         ]
         if sampled:
-            sampler = torch.cat([batch.sampled_log_probs for batch in self._packs])
+            sampler = torch.cat([batch.sampled_log_probs for batch in self._micro_batches])
             differences.append(self._difference("sampler", own, first.log_probs - sampler, first.flipped))
         before = self._in_all_precisions()
         differences += [self._difference("precision", name, *compared) for name, compared in before.items()]
@@ -159,7 +159,7 @@ class _Passes:
             first_updates=first_updates,
         )
 
-    def _packed(self, max_tokens: int) -> Packs:
+    def _packed(self, max_tokens: int) -> MicroBatches:
         run = self._run
         config = run.inputs.config
         config = config.model_copy(update={"batch": config.batch.model_copy(update={"mini_batches": 1})})
@@ -175,14 +175,16 @@ class _Passes:
         usual = self._run.inputs.config.batch.max_tokens
         return max(tokens) if sum(sorted(tokens)[:2]) <= usual else 2 * usual
 
-    def _scored(self, model: Model, packs: Packs | None = None, *, beside: _Pass | None = None) -> _Pass:
+    def _scored(
+        self, model: Model, micro_batches: MicroBatches | None = None, *, beside: _Pass | None = None
+    ) -> _Pass:
         """A pass in which routers choose for themselves; flips are from the routes of ``beside``, of the same
-        packs, or from the sampler's."""
-        packs = self._packs if packs is None else packs
+        micro-batches, or from the sampler's."""
+        micro_batches = self._micro_batches if micro_batches is None else micro_batches
         if beside is not None and beside.routes is not None:
-            packs = packs.with_columns(routes=beside.routes)
-        packs, passes = model.with_routers(packs)
-        log_probs = torch.cat(model.score(packs, self._run.scoring)).double()
+            micro_batches = micro_batches.with_columns(routes=beside.routes)
+        micro_batches, passes = model.with_routers(micro_batches)
+        log_probs = torch.cat(model.score(micro_batches, self._run.scoring)).double()
         if passes is None:
             return _Pass(log_probs, None, torch.zeros_like(log_probs, dtype=torch.bool))
         return _Pass(log_probs, passes.routes(), torch.cat(passes.flipped()))
@@ -190,19 +192,19 @@ class _Passes:
     def _difference(self, kind: Kind, precision: str, delta: Tensor, flipped: Tensor) -> PassDifference:
         """Of the differences [T] of tokens, of which some have flipped [T]."""
         values = torch.stack([delta, flipped.double(), torch.where(flipped, delta, 0.0)])
-        sums = self._sums(values, self._packs)
+        sums = self._sums(values, self._micro_batches)
         emulated = precision in {fp8.recipe for fp8 in self._emulated}
         return PassDifference(kind=kind, precision=precision, emulated=emulated, sums=sums[0], flips=sums[1:])
 
-    def _sums(self, values: Tensor, packs: Packs) -> Tensor:
+    def _sums(self, values: Tensor, micro_batches: MicroBatches) -> Tensor:
         """[k, n] over the response tokens of each response, of [k, T]."""
-        parts = iter(torch.split(values, [batch.loss_mask.numel() for batch in packs.on_host], dim=1))
+        parts = iter(torch.split(values, [batch.loss_mask.numel() for batch in micro_batches.on_host], dim=1))
 
         def masked(batch: MicroBatch) -> Tensor:
             return torch.where(batch.loss_mask, next(parts), 0.0)
 
         group = self._run.groups.dp_cp
-        return per_sample(packs, masked, len(values), len(self._rollout), group=group).cpu()
+        return per_sample(micro_batches, masked, len(values), len(self._rollout), group=group).cpu()
 
     def _in_all_precisions(self) -> Mapping[str, tuple[Tensor, Tensor]]:
         """Coarser precision → log-probs [T] in it less those in the finer one it is compared with, and which

@@ -114,11 +114,11 @@ def scoring(shape: Shape, work: Work, machine: Machine) -> Phase:
     """Plan the passes without gradients: old log-probs and reference log-probs."""
     layers, head = forward_flops(shape, work)
     seconds = (layers + head) / _rate(shape, machine)
-    packs = work.micro_batches * work.mini_batches
+    micro_batches = work.micro_batches * work.mini_batches
     parts = {
         "arithmetic": seconds,
-        "pipeline bubble": seconds * _bubble(shape, packs),
-        "messages": packs * _messages(shape, work.pack, machine),
+        "pipeline bubble": seconds * _bubble(shape, micro_batches),
+        "messages": micro_batches * _messages(shape, work.pack, machine),
     }
     return Phase(name="old pass", parts={k: v * work.scored_before for k, v in parts.items()})
 

@@ -97,7 +97,7 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
             for mini_batch in batch.mini_batches:
                 steps.append(update(run, batch, mini_batch, before=steps))
                 observe(steps[-1], run.state, groups, run.log, warm=batch.warm, fresh=True)
-        facts: dict[str, Any] = {"micro_batches": len(batch.packs)}
+        facts: dict[str, Any] = {"micro_batches": len(batch.micro_batches)}
         del batch, mini_batch, steps
         run.policy.zero_gradients()
         watch.headers = _headers(arch, config.parallel.pipeline, groups.pp.rank(), run.inputs.dtype)

@@ -27,7 +27,7 @@ from megatron_fspo.mcore.model.lora import install_adapters
 from megatron_fspo.mcore.model.model import build_chunks, layer_offset, transformer_config, wrap_for_training
 from megatron_fspo.mcore.model.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.mcore.model.router import RouterPass, RouterPasses
-from megatron_fspo.packing.batch import MicroBatch, Packs
+from megatron_fspo.packing.batch import MicroBatch, MicroBatches
 from megatron_fspo.parallel.groups import ParallelGroups, Totals, any_rank, means, share, sum_metrics
 from megatron_fspo.weights import Architecture
 
@@ -95,19 +95,21 @@ class Model:
     def weights_loaded(self) -> None:
         """Call this after changing parameters from outside. Does nothing for a model without optimizer."""
 
-    def with_routers(self, packs: Packs, **options: Any) -> tuple[Packs, RouterPasses | None]:
-        """Return the packs, each with a :class:`RouterPass` of these ``options``, and all passes, which will
-        have the routers' reports; for a dense model, the packs themselves and None."""
+    def with_routers(
+        self, micro_batches: MicroBatches, **options: Any
+    ) -> tuple[MicroBatches, RouterPasses | None]:
+        """Return the micro-batches, each with a :class:`RouterPass` of these ``options``, and all passes, for
+        the routers' reports; for a dense model, the micro-batches themselves and None."""
         if self.arch.experts is None:
-            return packs, None
+            return micro_batches, None
         passes = RouterPasses(
-            (RouterPass(**options) for _ in range(len(packs))),
+            (RouterPass(**options) for _ in range(len(micro_batches))),
             self.groups,
             sequence=self.parallel.sequence,
             layers=self.layers,
             count=self.arch.num_layers,
         )
-        return packs.with_columns(router=passes), passes
+        return micro_batches.with_columns(router=passes), passes
 
     @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch], scoring: Scoring) -> list[Tensor]:
