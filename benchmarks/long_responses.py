@@ -36,7 +36,7 @@ from megatron_fspo.evaluation.intervals import (
     jackknife_interval,
     wilson_interval,
 )
-from megatron_fspo.lab.explain.decomposition import Decomposition, Halves, decompose, halves_of
+from megatron_fspo.lab.explain.decomposition import Decomposition, Halves, decompose, split_halves
 from megatron_fspo.lab.explain.losses import factor_for
 from megatron_fspo.lab.sweep.summary import as_json
 from megatron_fspo.objective import FSPOBand, length_reweighting_error
@@ -177,7 +177,7 @@ def in_order(micro_batches: Sequence[Any], columns: Sequence[Tensor], lengths: T
 
 def figures(tokens: Tensor, lengths: Tensor, prompts: Tensor) -> dict[str, Any]:
     """Of one difference: exponent, parts with intervals from prompts left out, and what the parts predict."""
-    halves = halves_of(tokens, lengths)
+    halves = split_halves(tokens, lengths)
     all_prompts, prompts = prompts, prompts[lengths > 1]
     sums = halves.log_ratio_sums
     exponent = measure_exponent(sums, halves.lengths, prompts)

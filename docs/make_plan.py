@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.lab.plan.activations import layer_tensors
-from megatron_fspo.lab.plan.command import layout_of, plan
+from megatron_fspo.lab.plan.command import describe_layout, plan
 from megatron_fspo.lab.plan.plan import GIB, Given, RunPlan, make_plan
 from megatron_fspo.lab.plan.presets import PRESETS
 from megatron_fspo.lab.plan.shape import PlannedPack
@@ -149,7 +149,7 @@ def _plan_of(model: str, layout: str, gpus: int) -> RunPlan:
 
 
 def _row(model: str, gpus: int, plan: RunPlan) -> str:
-    layout = layout_of(plan.shape) + (", recompute" if plan.shape.recompute else "")
+    layout = describe_layout(plan.shape) + (", recompute" if plan.shape.recompute else "")
     seconds = {phase.name: f"{phase.seconds:,.0f}" for phase in plan.phases}
     memory, fits = f"{plan.worst.total / GIB:.1f}", "no" if plan.problems else "yes"
     cells = [model, f"{gpus:,}", layout, memory, fits, *(seconds[name] for name in PHASES)]

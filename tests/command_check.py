@@ -15,7 +15,7 @@ from torch.distributed.run import get_args_parser
 from launch import REPO
 from megatron_fspo.cli import make_parser
 from megatron_fspo.cli.console import OneLineParser
-from megatron_fspo.cli.evaluate import config_of
+from megatron_fspo.cli.evaluate import make_evaluation_config
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.lab.explain.losses import with_limits
 from megatron_fspo.lab.plan.presets import PRESETS
@@ -86,7 +86,7 @@ def _ours(program: str, words: list[str], command: Command) -> None:
     if args.command == "evaluate":
         if not command.elided or args.config or args.data:
             args.compare = None
-            config_of(args, rest)
+            make_evaluation_config(args, rest)
     elif args.command == "explain":
         with_limits(rest)
     elif args.command == "sweep":

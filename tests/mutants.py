@@ -224,7 +224,7 @@ MUTANTS = {
         "self.position_ids[0] - self.restarted", "self.position_ids[0]", "test_rows.py"
     ),
     "rows: prefix sums begin anew": Mutant(
-        "before += _of_earlier_blocks(chunks.sum(0), owner)[..., None]", "pass", "test_parallel.py reductions"
+        "before += _sum_earlier(chunks.sum(0), owner)[..., None]", "pass", "test_parallel.py reductions"
     ),
     "rows: a context is the whole trajectory": Mutant(
         "return (*self.context, *self.token_ids[self.row_start :])",

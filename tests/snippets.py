@@ -65,7 +65,7 @@ class Command:
         return [word for word in self.words if word != ELIDED]
 
 
-def blocks_of(page: Path) -> list[Block]:
+def assign_blocks(page: Path) -> list[Block]:
     text, name = page.read_text(encoding="utf-8"), str(page.relative_to(REPO))
     return [
         Block(name, text[: found.start()].count("\n") + 1, found[2], textwrap.dedent(found[3]))
@@ -77,7 +77,7 @@ def commands_of(page: Path) -> list[Command]:
     """Commands in blocks, then those in text. A variable that a block sets holds to the end of the page."""
     found: list[Command] = []
     variables: dict[str, str] = {}
-    for block in blocks_of(page):
+    for block in assign_blocks(page):
         if block.language in ("", "sh"):
             found += _commands(block.text, block.where, variables)
         elif block.language == "console":

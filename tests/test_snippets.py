@@ -27,10 +27,10 @@ from megatron_fspo.config import Reward
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.environments import worker as environment_worker
 from megatron_fspo.environments.tools import Observation
-from megatron_fspo.lab.sweep.file import config_of, planned, read_sweep
+from megatron_fspo.lab.sweep.file import make_run_config, planned, read_sweep
 from megatron_fspo.rewards import Grade, Grader
 from megatron_fspo.types import Completion, Prompt
-from snippets import PAGES, Block, Command, blocks_of, commands_of
+from snippets import PAGES, Block, Command, assign_blocks, commands_of
 
 HERE = (
     r"megatron-fspo plan .*--model qwen3-8b --nproc 8( --servers 8)?$",
@@ -60,7 +60,7 @@ def commands() -> list[Command]:
 
 
 def blocks(*languages: str) -> list[Block]:
-    return [block for page in PAGES for block in blocks_of(page) if block.language in languages]
+    return [block for page in PAGES for block in assign_blocks(page) if block.language in languages]
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_block_has_a_class() -> None:
     known = set(blocks("", "sh", "console", "python", "toml", "json", "text"))
-    assert [block.where for page in PAGES for block in blocks_of(page) if block not in known] == []
+    assert [block.where for page in PAGES for block in assign_blocks(page) if block not in known] == []
     assert len(commands()) > 150
 
 
@@ -147,7 +147,7 @@ def test_a_piece_of_a_configuration_is_legal(block: Block, tmp_path: Path) -> No
     layer.write_text(block.text.replace("runs/sweep", str(tmp_path)), encoding="utf-8")
     if "[arms." in block.text:
         sweep = read_sweep(layer)
-        assert [config_of(sweep, run)[0].run.steps for run in planned(sweep)] == [20] * 6
+        assert [make_run_config(sweep, run)[0].run.steps for run in planned(sweep)] == [20] * 6
         return
     words = ["--rollout.max-response-tokens", "8192", "--batch.max-tokens", "16384"]
     load_config([REPO / "examples/make_sum/run.toml", layer], words)

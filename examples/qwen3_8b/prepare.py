@@ -27,7 +27,7 @@ from megatron_fspo.cli.console import exit_status
 from megatron_fspo.config.data import TEMPLATES, Data, DataSet, PresetName
 from megatron_fspo.data.check import examine
 from megatron_fspo.data.rows import read_rows
-from megatron_fspo.data.tasks import Source, Task, gradable, read_task, source_of
+from megatron_fspo.data.tasks import Source, Task, gradable, make_source, read_task
 from megatron_fspo.errors import InputError
 from megatron_fspo.rewards.extract import extract, reference
 from megatron_fspo.rewards.normalise import compare, form
@@ -72,7 +72,7 @@ def prepare(name: str, file: Path, *, any_count: bool = False) -> Prepared:
     ``InputError`` if fields, instruction or number of prompts are not as expected."""
     wanted = WANTED[name]
     data = Data(train=file, preset=wanted.preset, chat_template=False)
-    source = source_of(data, DataSet(file=file, prompt_key=_question_key(file, wanted.preset)))
+    source = make_source(data, DataSet(file=file, prompt_key=_question_key(file, wanted.preset)))
     found = Prepared()
     firsts: dict[str, tuple[Task, list[str]]] = {}
     for row in read_rows(file, (source.prompt_key, source.answer_key)):
@@ -195,7 +195,7 @@ def run(args: argparse.Namespace) -> int:
     for name, one in found.items():
         path = args.out / f"{name}.jsonl"
         write(path, one.kept)
-        checked = examine(source_of(Data(train=path), DataSet(file=path)), None, 1)
+        checked = examine(make_source(Data(train=path), DataSet(file=path)), None, 1)
         if not checked.fine:
             raise InputError(f"{path}: {', '.join(checked.conflicts[:1] or ['a run would refuse it'])}")
         print(

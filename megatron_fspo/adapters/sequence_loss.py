@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip, Surrogate, sequence_surrogate
 from megatron_fspo.objective.band import DEFAULT_C, WIDE_C
-from megatron_fspo.objective.calibration import drift_of, sigma_hat
+from megatron_fspo.objective.calibration import expected_drift, sigma_hat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +52,12 @@ class FSPO:
 
     def _limits(self) -> tuple[FSPOBand, LengthFairDualClip]:
         c_dual = 2 * self.c_high if self.c_dual is None else self.c_dual
-        drift = drift_of((self.c_low + self.c_high) / 4) if self.centred else 0.0
+        drift = expected_drift((self.c_low + self.c_high) / 4) if self.centred else 0.0
         band = FSPOBand(c_low=self.c_low, c_high=self.c_high, drift=drift)
         return band, LengthFairDualClip(c=c_dual, drift=drift)
 
 
-def limits_of(
+def make_fspo(
     limits: Mapping[str, float], trainer: str, c_dual: float | None = None, *, centred: bool = False
 ) -> FSPO:
     """Return FSPO's limits from the keys that a trainer has for limits on a ratio.

@@ -21,7 +21,7 @@ import torch
 from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
 from torch import Tensor
 
-from megatron_fspo.adapters.sequence_loss import limits_of, log_ratio_sums, mean_loss, metrics, one_advantage
+from megatron_fspo.adapters.sequence_loss import log_ratio_sums, make_fspo, mean_loss, metrics, one_advantage
 
 
 def fspo_policy_loss(
@@ -50,7 +50,7 @@ def fspo_policy_loss(
             ``off_policy_correction``; advantages that differ within a response.
     """
     limits = {"eps_clip_low": config.eps_clip_low, "eps_clip_high": config.eps_clip_high}
-    fspo = limits_of(limits, "SkyRL", centred=centred)
+    fspo = make_fspo(limits, "SkyRL", centred=centred)
     if config.loss_reduction != "sequence_mean":
         raise ValueError(
             f"loss_reduction = {config.loss_reduction!r} is not supported with FSPO, a mean over sequences: "

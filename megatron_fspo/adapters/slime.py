@@ -30,8 +30,8 @@ from torch.nn.utils.rnn import pad_sequence
 from megatron_fspo.adapters.sequence_loss import (
     advantage_range,
     flags,
-    limits_of,
     log_ratio_sums,
+    make_fspo,
     mean_loss,
     the_advantage,
 )
@@ -68,7 +68,7 @@ def fspo_loss(
         if getattr(args, name, None):
             raise ValueError(f"--{name.replace('_', '-')} is not supported with FSPO: {why}")
     limits = {"--eps-clip": args.eps_clip, "--eps-clip-high": args.eps_clip_high}
-    fspo = limits_of(limits, "slime", args.eps_clip_c, centred=centred)
+    fspo = make_fspo(limits, "slime", args.eps_clip_c, centred=centred)
     lengths = torch.stack([mask.sum() for mask in batch["loss_masks"]]).to(logits.device)
     # Log-probs of the response tokens on this rank, by response.
     _, columns = get_log_probs_and_entropy(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from verl.trainer.ppo.core_algos import register_policy_loss
 
-from megatron_fspo.adapters.sequence_loss import limits_of, log_ratio_sums, mean_loss, metrics, one_advantage
+from megatron_fspo.adapters.sequence_loss import log_ratio_sums, make_fspo, mean_loss, metrics, one_advantage
 
 _DUAL_RATIO = 3.0
 """verl's default, meant for a ratio."""
@@ -55,7 +55,7 @@ def fspo_policy_loss(
             several data-parallel ranks without ``global_batch_size``.
     """
     limits = {"clip_ratio_low": config.clip_ratio_low, "clip_ratio_high": config.clip_ratio_high}
-    fspo = limits_of(limits, "verl", centred=centred)
+    fspo = make_fspo(limits, "verl", centred=centred)
     if config.clip_ratio_c != _DUAL_RATIO:
         raise ValueError(
             f"clip_ratio_c = {config.clip_ratio_c} is a limit on a ratio, but FSPO's dual clip is "

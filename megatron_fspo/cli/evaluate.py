@@ -73,7 +73,7 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     continues an interrupted evaluation. Any configuration key is also an argument, such as --model.dtype
     bfloat16.
     """
-    config = config_of(args, overrides)
+    config = make_evaluation_config(args, overrides)
     import_megatron()
 
     from megatron_fspo.mcore.machine.startup import job
@@ -97,7 +97,7 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def config_of(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
+def make_evaluation_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
     """Make the configuration of ``evaluate``.
 
     Overrides take precedence over flags, and flags over the files of ``--config``. Without ``--config``, keys
@@ -121,7 +121,7 @@ def config_of(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
         missing = [f"--{name}" for name in ("model", "data", "reward", "out") if not getattr(args, name)]
         if missing:
             raise InputError(f"evaluate needs {', '.join(missing)}, or --config")
-        config = make_config(_of_flags(args), words, source="evaluate")
+        config = make_config(_values_from_flags(args), words, source="evaluate")
     if args.compare is not None and args.out is None:
         raise InputError("--compare needs --out, the folder of this evaluation")
     if args.out is not None:
@@ -141,7 +141,7 @@ def _sets(files: Sequence[Path], samples: Sequence[int] | None) -> list[str]:
     return ["--data.validation", f"[{', '.join(tables)}]"] if tables else []
 
 
-def _of_flags(args: argparse.Namespace) -> dict[str, Any]:
+def _values_from_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Return values for the required keys; flags override them."""
     longest = read_architecture(args.model).max_position_embeddings
     response = args.max_response_tokens or min(LONGEST_RESPONSE, longest // 2)

@@ -94,7 +94,7 @@ def check(args: argparse.Namespace, _: list[str]) -> int:
     conversation. Exit status 1: a run would refuse a file, or no verifier can read some of the answers.
     """
     from megatron_fspo.data.check import examine
-    from megatron_fspo.data.tasks import source_of
+    from megatron_fspo.data.tasks import make_source
     from megatron_fspo.data.tokenizer import load_tokenizer
     from megatron_fspo.environments.text import frame
     from megatron_fspo.lab.data_check import as_json, describe
@@ -107,7 +107,7 @@ def check(args: argparse.Namespace, _: list[str]) -> int:
     sets = [DataSet(file=file) for file in args.files] or [*data.train_sets, *data.validation_sets]
     folder = args.tokenizer or (config.model.checkpoint if config else None)
     tokenizer = load_tokenizer(folder) if folder else None
-    findings = [examine(source_of(data, one), tokenizer, data.max_prompt_tokens) for one in sets]
+    findings = [examine(make_source(data, one), tokenizer, data.max_prompt_tokens) for one in sets]
     if config and not args.files:
         samples = config.evaluation_samples.values()
         for one, number in zip(findings[len(data.train_sets) :], samples, strict=True):

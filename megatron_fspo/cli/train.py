@@ -71,7 +71,7 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
         finished = train(inputs, resume=args.resume, draw=_draw if pages else None)
         if finished and os.environ.get("RANK", "0") == "0":
             folder = inputs.config.run_folder
-            report = _report_of(folder) if pages else missing_package("matplotlib")
+            report = _write_report(folder) if pages else missing_package("matplotlib")
             print(
                 f"\ndone. The run is in {folder}/\n"
                 f"  checkpoint for transformers   {folder / 'hf'}\n"
@@ -82,7 +82,7 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0 if finished else 143
 
 
-def _report_of(folder: Path) -> Path:
+def _write_report(folder: Path) -> Path:
     from megatron_fspo.lab.report.page import write_report
 
     try:

@@ -171,7 +171,7 @@ class _Epochs:
         return taken
 
 
-def digest_of(prompts: Sequence[Prompt]) -> str:
+def digest_prompts(prompts: Sequence[Prompt]) -> str:
     """Return a digest of the texts and answers of prompts, in order."""
     digest = blake2b(digest_size=16)
     for prompt in prompts:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from megatron_fspo.config.data import Data
 from megatron_fspo.data.parquet import unread_columns
 from megatron_fspo.data.rows import read_rows
-from megatron_fspo.data.tasks import Source, Task, Which, check_source, encode, read_task, sources_of
+from megatron_fspo.data.tasks import Source, Task, Which, check_source, encode, make_sources, read_task
 from megatron_fspo.errors import Attempts, InputError
 from megatron_fspo.types import Prompt
 
@@ -51,7 +51,7 @@ def load_sets(data: Data, which: Which, tokenizer: PreTrainedTokenizerBase) -> t
     ``InputErrors`` with one error per invalid file, which names the line."""
     attempt, start = Attempts(), 0
     sets: list[LoadedSet] = []
-    for source in sources_of(data, which):
+    for source in make_sources(data, which):
         load = partial(load_set, source, tokenizer, max_prompt_tokens=data.max_prompt_tokens, start=start)
         if one := attempt(load):
             start += len(one.prompts)

@@ -56,13 +56,13 @@ class Source:
     conflicts: str = "error"
 
 
-def sources_of(data: Data, which: Which) -> tuple[Source, ...]:
+def make_sources(data: Data, which: Which) -> tuple[Source, ...]:
     """Return the files of a run, in the order of the configuration."""
     sets = data.train_sets if which == "train" else data.validation_sets
-    return tuple(source_of(data, one) for one in sets)
+    return tuple(make_source(data, one) for one in sets)
 
 
-def source_of(data: Data, one: DataSet) -> Source:
+def make_source(data: Data, one: DataSet) -> Source:
     """Return how to read the file of a set. Keys of the set's table take precedence over those of ``[data]``,
     and both over the preset, which is the set's or that of ``[data]``."""
     keys: dict[str, Any] = dict(zip(_KEYS, PRESETS[one.preset or data.preset], strict=True))
@@ -217,7 +217,7 @@ def _messages(row: Row, prompt: Any, source: Source) -> list[dict[str, Any]]:
 
 
 def _template_variables(row: Row, fields: dict[str, Any], source: Source) -> dict[str, Any]:
-    variables, tools = (_of_json(row, name, fields.get(name)) for name in ("chat_template_kwargs", "tools"))
+    variables, tools = (_read_json(row, name, fields.get(name)) for name in ("chat_template_kwargs", "tools"))
     if not (isinstance(tools, list | None) and all(isinstance(tool, dict) for tool in tools or ())):
         row.fail(f"'tools' must be a list of objects, got {kind(tools)}")
     if not isinstance(variables, dict | None) or _OWN_VARIABLES & (variables or {}).keys():
@@ -228,7 +228,7 @@ def _template_variables(row: Row, fields: dict[str, Any], source: Source) -> dic
     return given
 
 
-def _of_json(row: Row, name: str, value: Any) -> Any:
+def _read_json(row: Row, name: str, value: Any) -> Any:
     """Return a value, or what its text means as JSON: Arrow files keep objects of different shapes so."""
     try:
         return json.loads(value) if isinstance(value, str) and value.strip() else value or None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_fspo.environments.chat import Encoder, added
 from megatron_fspo.environments.tools import Observation
-from megatron_fspo.environments.worker import BUILT_IN, answer, fields_of, function_of
+from megatron_fspo.environments.worker import BUILT_IN, answer, convert_answer, find_function
 from megatron_fspo.errors import InputError
 from megatron_fspo.job.parent import clean_environment
 from megatron_fspo.job.remote import Endpoint, Loop
@@ -50,7 +50,7 @@ class TextEnvironment:
             )
             self._loop = Loop("tools")
         else:
-            function_of(config.name)
+            find_function(config.name)
         self._config, self._encoder = config, Encoder(tokenizer, stop_token_ids)
         start = 0.0 if config.name == "http" else START_SECONDS
         self.limit_seconds = _ATTEMPTS * (config.seconds + start) + 60.0
@@ -87,7 +87,7 @@ class TextEnvironment:
         got = await server.post({**asked, "fields": dict(prompt.fields)})
         if got.problem:
             raise ValueError(got.problem)
-        return fields_of(server.url, json.loads(got.content))
+        return convert_answer(server.url, json.loads(got.content))
 
     def _workers(self) -> KillablePool:
         with self._lock:

@@ -24,7 +24,7 @@ BUILT_IN: dict[str, Function] = {"calculator": tools.calculator, "python": tools
 
 
 @cache
-def function_of(name: str) -> Function:
+def find_function(name: str) -> Function:
     """Return the environment ``name``: built-in, or ``"package.module:function"``. Raises ``InputError``."""
     if name in BUILT_IN:
         return BUILT_IN[name]
@@ -36,11 +36,11 @@ def function_of(name: str) -> Function:
 
 
 def answer(name: str, prompt: dict[str, Any], turns: list[str]) -> dict[str, Any]:
-    """Call the function and return the :func:`fields_of` its answer. Exceptions of both propagate."""
-    return fields_of(name, function_of(name)(Prompt(**prompt), turns))
+    """Call the function and return the :func:`convert_answer` its answer. Exceptions of both propagate."""
+    return convert_answer(name, find_function(name)(Prompt(**prompt), turns))
 
 
-def fields_of(name: str, said: Any) -> dict[str, Any]:
+def convert_answer(name: str, said: Any) -> dict[str, Any]:
     """Convert an answer, or the JSON of a tool server, to the fields of an
     :class:`~megatron_fspo.environments.tools.Observation`.
 

@@ -119,7 +119,7 @@ def write_whole(path: Path, text: str) -> None:
     partial.rename(path)
 
 
-def line_of(row: Record | Problem) -> str:
+def format_line(row: Record | Problem) -> str:
     values = asdict(row)
     return json.dumps({"set": values.pop("dataset"), **values}) + "\n"
 
@@ -170,7 +170,7 @@ class RecordFile:
         elif self._path.exists():
             raise InputError(f"{folder} has {SAMPLES} but no {MANIFEST}: not an evaluation, or damaged")
         else:
-            (folder / PROBLEMS).write_text("".join(map(line_of, problems)), encoding="utf-8")
+            (folder / PROBLEMS).write_text("".join(map(format_line, problems)), encoding="utf-8")
             write_whole(folder / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
         self._path.touch()
         self._portions = list(portions)
@@ -188,7 +188,7 @@ class RecordFile:
         self._check()
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write("".join(map(line_of, records)))
+                file.write("".join(map(format_line, records)))
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:

@@ -18,7 +18,7 @@ TABLE = "table.md"
 AVERAGE = "average"
 
 
-def metrics_of(summary: Summary, group: str = "val") -> dict[str, float]:
+def summary_metrics(summary: Summary, group: str = "val") -> dict[str, float]:
     """Return the figures by the metric names of a training run."""
     metrics: dict[str, float] = {}
     for dataset, estimates in summary.sets.items():

@@ -29,12 +29,12 @@ def checkpoints(run: Config | Path) -> list[Path]:
     """Return the complete checkpoints of a run, or of a run folder, oldest first. (Incomplete ones have other
     names.)"""
     paths = ((run if isinstance(run, Path) else run.run_folder) / "checkpoints").glob("step_*")
-    return sorted((path for path in paths if _CHECKPOINT.fullmatch(path.name)), key=_steps_of)
+    return sorted((path for path in paths if _CHECKPOINT.fullmatch(path.name)), key=_get_step)
 
 
 def newest_checkpoint(config: Config, *, step: int) -> Path | None:
     """Return the newest checkpoint written after at most ``step`` steps."""
-    return max((path for path in checkpoints(config) if _steps_of(path) <= step), key=_steps_of, default=None)
+    return max((path for path in checkpoints(config) if _get_step(path) <= step), key=_get_step, default=None)
 
 
 def remove_old_checkpoints(config: Config, *, good_step: int) -> dict[Path, str]:
@@ -47,7 +47,7 @@ def remove_old_checkpoints(config: Config, *, good_step: int) -> dict[Path, str]
     old = [
         path
         for path in checkpoints(config)[: -config.checkpoint.keep]
-        if path != good and (not every or _steps_of(path) % every)
+        if path != good and (not every or _get_step(path) % every)
     ]
     stays = {}
     for path in [*half, *old]:
@@ -62,7 +62,7 @@ def remove_old_checkpoints(config: Config, *, good_step: int) -> dict[Path, str]
     return stays
 
 
-def _steps_of(path: Path) -> int:
+def _get_step(path: Path) -> int:
     match = _CHECKPOINT.fullmatch(path.name)
     assert match is not None
     return int(match[1])

@@ -252,9 +252,9 @@ class FSPOLoss(Loss):
 class FSPOState(LossState):
     """The band of FSPO during a run: its width, from calibration on whole rollouts, and its centre.
 
-    S has the mean −σ²L/2 (``calibration.drift_of``), and σ grows with each update on a rollout. So σ̂ is the
-    median of the last rollouts at the same optimizer step, or at the last of the first epoch: later, S is of
-    responses that were trained on, whose spread is learning. It counts up to c, usually twice as large:
+    S has the mean −σ²L/2 (``calibration.expected_drift``), and σ grows with each update on a rollout. So σ̂ is
+    the median of the last rollouts at the same optimizer step, or at the last of the first epoch: later, S is
+    of responses that were trained on, whose spread is learning. It counts up to c, usually twice as large:
     beyond, a centre that follows would let a policy that runs away run further.
     """
 

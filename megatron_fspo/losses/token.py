@@ -11,13 +11,7 @@ from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss, pessimistic_minimum
 from megatron_fspo.objective import ConstantDualClip, RLOOBand, sequence_surrogate
-from megatron_fspo.objective.surrogate import (
-    Aggregation,
-    LossInputs,
-    LossTerms,
-    per_token,
-    weigh_tokens,
-)
+from megatron_fspo.objective.surrogate import Aggregation, LossInputs, LossTerms, per_token, weigh_tokens
 from megatron_fspo.section import UnitInterval
 
 

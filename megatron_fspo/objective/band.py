@@ -60,7 +60,7 @@ class FSPOBand:
     """Nats per token^a, above 0. About 2σ̂, see ``calibration``."""
     c_high: float
     drift: float = 0.0
-    """Centre of the band in nats per token: 0, or −KL(old‖new), as ``calibration.drift_of``."""
+    """Centre of the band in nats per token: 0, or −KL(old‖new), as ``calibration.expected_drift``."""
     exponent: float = 0.5
     """a, from 0 (constant band) to 1 (band on the mean log-ratio S/L)."""
 

@@ -13,7 +13,7 @@ Avoid two obvious methods:
   ``BandCalibrator`` measures until σ̂ is steady, only lowers c meanwhile, and then keeps it, or follows σ̂
   slowly and not far.
 * **The batch mean of S/L as drift** is mostly the learning signal, so the band would follow the policy.
-  The drift comes from the spread instead: see :func:`drift_of`.
+  The drift comes from the spread instead: see :func:`expected_drift`.
 
 Shapes: N sequences. Units: S in nats, L in response tokens; σ in nats per token^a; a has none. Source: all of
 this file is ours.
@@ -172,7 +172,7 @@ def sigma_hat(log_ratio_sums: Tensor, lengths: Tensor, exponent: float = 0.5) ->
     return _median(sums.abs() / kept**exponent) / _NORMAL_MAD
 
 
-def drift_of(sigma: float) -> float:
+def expected_drift(sigma: float) -> float:
     """Return −σ²/2, nats per token: the mean of S per token for responses that the old policy sampled.
 
     E_old[e^S] = 1, so a normal S of variance σ²L has the mean −σ²L/2, which is −KL(old‖new).

@@ -90,7 +90,7 @@ class Noise:
         return self.residuals[first : first + count]
 
 
-def noise_of(log_ratio_sums: Tensor, lengths: Tensor) -> Noise:
+def measure_noise(log_ratio_sums: Tensor, lengths: Tensor) -> Noise:
     """Return the noise of S [N] in nats over responses of L [N] tokens, ignoring empty and non-finite ones.
     Raises ``ValueError`` if none remains.
     """

@@ -299,7 +299,7 @@ class SequenceLevel:
         broken = _over_turns(terms.nonfinite, turns, whole)[turns.owner] > 0
         objective, weight = (torch.where(broken, 0.0, one) for one in (terms.objective, terms.weight))
         terms = replace(terms, objective=objective, weight=weight, nonfinite=broken)
-        return _of_trajectories(weigh_sequences(inputs, log_ratio_sum, terms), turns, whole)
+        return _combine_turns(weigh_sequences(inputs, log_ratio_sum, terms), turns, whole)
 
 
 def _over_turns(values: Tensor, turns: TurnInputs, whole: LossInputs) -> Tensor:
@@ -308,7 +308,7 @@ def _over_turns(values: Tensor, turns: TurnInputs, whole: LossInputs) -> Tensor:
     return sums.index_add_(0, turns.owner, values.double())
 
 
-def _of_trajectories(terms: LossTerms, turns: TurnInputs, whole: LossInputs) -> LossTerms:
+def _combine_turns(terms: LossTerms, turns: TurnInputs, whole: LossInputs) -> LossTerms:
     """Combine the terms of turns by trajectory; clip flags become shares of its turns."""
     kind = terms.log_ratio_sum.dtype
     count = _over_turns(torch.ones_like(turns.owner), turns, whole).clamp(min=1)

@@ -16,14 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_fspo.packing.batch import (
-    MicroBatch,
-    MicroBatches,
-    Prefix,
-    Sequences,
-    StepTotals,
-    Turns,
-)
+from megatron_fspo.packing.batch import MicroBatch, MicroBatches, Prefix, Sequences, StepTotals, Turns
 from megatron_fspo.packing.plan import plan_micro_batches
 from megatron_fspo.packing.zigzag import chunks_per_sequence, local_runs, padded_length
 
@@ -155,7 +148,7 @@ def _units(
     return units
 
 
-def plan_of(sequences: Sequences, layout: PackLayout) -> tuple[Plan, StepTotals]:
+def plan_packs(sequences: Sequences, layout: PackLayout) -> tuple[Plan, StepTotals]:
     """Plan one optimizer step of which all sequences are here. Raises like :func:`plan_step`."""
     return plan_step(
         sequences.prompt_lengths.tolist(),
@@ -380,6 +373,6 @@ def pack(sequences: Sequences, layout: PackLayout, *, plan: Plan | None = None) 
     Raises:
         ValueError: a sequence does not fit a micro-batch.
     """
-    planned, totals = plan_of(sequences, layout)
+    planned, totals = plan_packs(sequences, layout)
     mine = (planned if plan is None else plan)[layout.data_rank]
     return collate_packs(sequences, [Pack(numbers=tuple(numbers), totals=totals) for numbers in mine], layout)

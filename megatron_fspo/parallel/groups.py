@@ -39,9 +39,9 @@ class ParallelGroups:
     control: Control = field(default_factory=Control)
     """Lets ranks wait for each other outside of collectives; the default never waits."""
 
-    def copies(self, *, of_expert: bool) -> dist.ProcessGroup:
+    def copies(self, *, expert: bool) -> dist.ProcessGroup:
         """Return ranks that hold the same parameter, with different tokens: their gradients are summed."""
-        return self.edp if of_expert else self.dp_cp
+        return self.edp if expert else self.dp_cp
 
     @property
     def is_replica_leader(self) -> bool:
@@ -86,7 +86,7 @@ def pack_layout(
     )
 
 
-def of_first_rank(values: Tensor, *groups: dist.ProcessGroup) -> Tensor:
+def broadcast_first(values: Tensor, *groups: dist.ProcessGroup) -> Tensor:
     """Return the tensor of the rank that is first in every group; shapes must agree.
 
     Use it for all values that decide control flow, shapes or collectives. Ranks of one model compute the same

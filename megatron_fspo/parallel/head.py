@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_fspo.parallel.groups import of_first_rank
+from megatron_fspo.parallel.groups import broadcast_first
 
 CHUNK_TOKENS = {"cpu": 256, "cuda": 1024}
 # Logits processed at a time; on a CPU they fit into the cache.
@@ -245,7 +245,7 @@ class _LinearLogProbs(torch.autograd.Function):
         nothing = stats.new_zeros(len(rows))
         upstream = torch.stack([nothing if g is None else g[rows] for g in gradients])
         if len(rows):
-            upstream = of_first_rank(upstream, ctx.head.group)
+            upstream = broadcast_first(upstream, ctx.head.group)
         head: _Head = ctx.head
         used = (upstream != 0).any(0).nonzero()[:, 0]
         stats = torch.cat([stats, upstream])[:, used]  # m, Z, H, log p, and gradients of log p and H: [6, u]

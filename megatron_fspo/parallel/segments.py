@@ -38,7 +38,7 @@ class ExactSums:
 
     def add(self, values: Tensor, column: Tensor) -> None:
         """Add floating-point values [k, t] to the sums of their columns [t]."""
-        self._digits.index_add_(2, column, digits_of(values))
+        self._digits.index_add_(2, column, split_digits(values))
 
     def total(self, group: dist.ProcessGroup) -> Tensor:
         """Return the sums [k, n] over all ranks, float64, the same bits on each. One all-reduce."""
@@ -46,13 +46,13 @@ class ExactSums:
 
 
 def added_up(digits: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum the result of :func:`digits_of` over all ranks of the group, in place. Collective."""
+    """Sum the result of :func:`split_digits` over all ranks of the group, in place. Collective."""
     if group.size() > 1:
         dist.all_reduce(digits, group=group)
     return digits
 
 
-def digits_of(values: Tensor) -> Tensor:
+def split_digits(values: Tensor) -> Tensor:
     """Floating-point [...] → int64 [5, ...]: four digits and a count of non-finite values, all additive."""
     rest = values.detach().double()
     above, below = ~(rest < _LARGEST), ~(rest > -_LARGEST)  # NaN is both
@@ -66,7 +66,7 @@ def digits_of(values: Tensor) -> Tensor:
 
 
 def rounded(digits: Tensor) -> Tensor:
-    """Return sums of :func:`digits_of` [5, ...] → float64 [...]."""
+    """Return sums of :func:`split_digits` [5, ...] → float64 [...]."""
     *whole, infinite = digits.unbind()
     for i in range(len(whole) - 1, 0, -1):  # carry, to make every digit but the first small again
         carry = (whole[i] + (1 << (_BITS - 1))) >> _BITS
@@ -121,7 +121,7 @@ def prefix_sums(
     Returns:
         [k, t], fp32 (fp64 for fp64 values); undefined for tokens of no sequence.
     """
-    digits = digits_of(torch.where(mask, values, 0.0))
+    digits = split_digits(torch.where(mask, values, 0.0))
     size, tokens = group.size(), mask.numel()
     held = borders.long().diff() // size
     block = torch.repeat_interleave(held, output_size=tokens)
@@ -136,7 +136,7 @@ def prefix_sums(
     chunks = added_up(chunks, group)
     earlier = chunks.cumsum(0) - chunks
     before = torch.stack([earlier[first], earlier[second]], dim=-1)
-    before += _of_earlier_blocks(chunks.sum(0), owner)[..., None]
+    before += _sum_earlier(chunks.sum(0), owner)[..., None]
     before = before.flatten(2)
     # digits.cumsum(2) includes all earlier chunks on this rank; subtract them.
     before -= own.cumsum(2) - own
@@ -144,7 +144,7 @@ def prefix_sums(
     return sums.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _of_earlier_blocks(totals: Tensor, owner: Tensor) -> Tensor:
+def _sum_earlier(totals: Tensor, owner: Tensor) -> Tensor:
     """Sum, for each block, the totals [..., blocks] of earlier blocks of the same owner."""
     owners, order = owner.sort(stable=True)
     sums = totals[..., order].cumsum(-1) - totals[..., order]

@@ -77,7 +77,7 @@ def statistics(
         [splits, 4, n] max, Σ exp(z - max), Σ exp(z - max) (z - max), target (or 0), in fp32; exp(z - top) of
         the first K columns [n, K]; and their tops (running max per row) [K / columns of a tile, n].
     """
-    config = _config_of(states, weight)
+    config = _choose_config(states, weight)
     table, kept, tops = _outputs(states, weight, columns, temperature, keep_bytes)
     n, width = len(states), len(weight)
     forward_kernel[(triton.cdiv(n, config.rows) * len(table),)](
@@ -100,7 +100,7 @@ def statistics(
 def _outputs(
     states: Tensor, weight: Tensor, columns: Tensor, temperature: float, keep_bytes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    config, n = _config_of(states, weight), len(states)
+    config, n = _choose_config(states, weight), len(states)
     tiles = triton.cdiv(len(weight), config.columns)
     kept = min(tiles, keep_bytes // (n * config.columns * states.element_size()))
     return (
@@ -141,7 +141,7 @@ def add_gradients(
         temperature: as in :func:`statistics`.
         block_bytes: size of a block of d loss / d logit; it has at least one tile of columns.
     """
-    config, width = _config_of(states, weight), len(weight)
+    config, width = _choose_config(states, weight), len(weight)
     tiles = block_bytes // (len(states) * config.columns * states.element_size())
     size = min(max(1, tiles), triton.cdiv(width, config.columns)) * config.columns
     block = states.new_empty(len(states), size)
@@ -183,7 +183,7 @@ def _logits_gradient(
 ) -> None:
     """Write d loss / d logit of the columns from ``start`` to the end of ``weight`` into ``block``."""
     (u, size), width, from_kept = block.shape, len(weight), start < kept.shape[1]
-    config = _config_of(states, weight, from_kept=from_kept)
+    config = _choose_config(states, weight, from_kept=from_kept)
     tiles = triton.cdiv(min(size, width - start), config.columns)
     backward_kernel[(triton.cdiv(u, config.rows) * tiles,)](
         *_operands(states, weight, config),
@@ -210,7 +210,7 @@ def _(*_: Any) -> None:
     return None
 
 
-def _config_of(states: Tensor, weight: Tensor, *, from_kept: bool = False) -> Config:
+def _choose_config(states: Tensor, weight: Tensor, *, from_kept: bool = False) -> Config:
     """Return the configuration for these operands on their device."""
     config = INTERPRETED
     if states.is_cuda:

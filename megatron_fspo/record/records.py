@@ -19,7 +19,7 @@ from megatron_fspo.objective.calibration import fit_exponent, sigma_hat
 from megatron_fspo.objective.surrogate import LossTerms
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.segments import sequence_sums
-from megatron_fspo.record.tokens import Piece, pieces_of
+from megatron_fspo.record.tokens import Piece, cut_pieces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class Recorder:
 
     def pieces(self) -> list[Piece]:
         """Return token log-probs of every so many samples, as far as this rank holds them."""
-        of_batches = (pieces_of(self._update, *seen, self.every) for seen in self._log_ratios if self.every)
+        of_batches = (cut_pieces(self._update, *seen, self.every) for seen in self._log_ratios if self.every)
         return [piece for pieces in of_batches for piece in pieces]
 
     def records(
@@ -140,7 +140,7 @@ def as_tensors(records: Sequence[SequenceRecord]) -> tuple[Tensor, Tensor]:
     )
 
 
-def sigma_of(records: Sequence[SequenceRecord], exponent: float = 0.5) -> float | None:
+def estimate_sigma(records: Sequence[SequenceRecord], exponent: float = 0.5) -> float | None:
     """Return σ̂ of S over the band's width; None where no sequence can say."""
     if not any(math.isfinite(r.log_ratio_sum) and r.length for r in records):
         return None

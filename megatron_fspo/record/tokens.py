@@ -33,7 +33,7 @@ class Piece(NamedTuple):
     """[t] fp32."""
 
 
-def pieces_of(update: int, batch: MicroBatch, log_ratio: Tensor, every: int) -> list[Piece]:
+def cut_pieces(update: int, batch: MicroBatch, log_ratio: Tensor, every: int) -> list[Piece]:
     """Return the pieces of a micro-batch whose sample's number ``every`` divides; waits for the device."""
     host = batch.on_host
     assert batch.old_log_probs is not None

@@ -66,7 +66,7 @@ class GradeRequest:
     def raised(self, error: BaseException) -> Failure:
         """Return the failure for an exception of the reward."""
         described = one_line(f"{type(error).__name__}: {error}").removesuffix(":")
-        return self.failure(f"raised {described}{_line_of(error)}", error)
+        return self.failure(f"raised {described}{_find_line(error)}", error)
 
     def number(self, value: object) -> float | Failure:
         """Convert a reward's return value (number, bool, array or tensor of one number) to a float."""
@@ -138,7 +138,7 @@ class Function(Verifier):
         try:
             in_threads = asyncio.get_running_loop().run_in_executor
             value = self._call(request) if self._is_async else await in_threads(None, self._call, request)
-            return self._grade_of(await value, request) if inspect.isawaitable(value) else value
+            return self._make_grade(await value, request) if inspect.isawaitable(value) else value
         except BaseException as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():  # we are closing; the reward did not raise it
@@ -149,11 +149,11 @@ class Function(Verifier):
         """Return the grade, or what the function returned to be awaited."""
         try:
             value = self._reward(request.prompt, request.completion, request.response)
-            return value if inspect.isawaitable(value) else self._grade_of(value, request)
+            return value if inspect.isawaitable(value) else self._make_grade(value, request)
         except BaseException as error:
             return request.raised(error)
 
-    def _grade_of(self, value: object, request: GradeRequest) -> GradeOrFailure:
+    def _make_grade(self, value: object, request: GradeRequest) -> GradeOrFailure:
         score = request.number(value)
         if isinstance(score, Failure):
             return score
@@ -169,7 +169,7 @@ def outcome(one: GradeOrFailure | Future[GradeOrFailure], request: GradeRequest)
         return request.raised(error)
 
 
-def _line_of(error: BaseException) -> str:
+def _find_line(error: BaseException) -> str:
     """Return " (file:line)" of the reward's code that raised; "" if our call of it raised."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = frames and Path(frames[-1].filename).parent != Path(__file__).parent

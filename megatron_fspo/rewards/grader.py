@@ -32,7 +32,7 @@ from megatron_fspo.rewards.grade import (
 )
 from megatron_fspo.rewards.normalise import canonical, form
 from megatron_fspo.rewards.process import Own, RewardProcess, standing
-from megatron_fspo.rewards.registry import VERIFIERS, built_in, get_reward, module_of
+from megatron_fspo.rewards.registry import VERIFIERS, built_in, find_module, get_reward
 from megatron_fspo.types import Completion, Prompt
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Grader:
         self._closed = False
         self._verifiers: dict[str, Verifier] = {}
         self._loop.loop.set_default_executor(ThreadPoolExecutor(concurrency))
-        own = {name: module_of(name) for name in config.names if not (config.in_process or built_in(name))}
+        own = {name: find_module(name) for name in config.names if not (config.in_process or built_in(name))}
         self._process = RewardProcess(self._loop, own, config.extract, concurrency) if own else None
         try:
             for name in config.names:
@@ -239,7 +239,7 @@ def check_reward(config: Reward, *, max_response_tokens: int) -> None:
     attempt = Attempts()
     for name in config.names:
         if name not in VERIFIERS:
-            attempt(partial(get_reward if config.in_process else module_of, name))
+            attempt(partial(get_reward if config.in_process else find_module, name))
     attempt.end()
     for name in sorted(VERIFIERS.keys() & config.names):
         module, extra = VERIFIERS[name].package, VERIFIERS[name].extra

@@ -105,7 +105,7 @@ def built_in(name: str) -> bool:
     return name in VERIFIERS or (":" not in name and get_reward(name).__module__.startswith("megatron_fspo."))
 
 
-def module_of(name: str) -> str:
+def find_module(name: str) -> str:
     """Return the module that has or registers the reward. Raises ``InputError`` as :func:`get_reward`, and if
     another process could not import the module."""
     reward = get_reward(name)

@@ -9,7 +9,7 @@ from megatron_fspo.config import Config
 from megatron_fspo.errors import RewardError
 from megatron_fspo.job.checkpoints import newest_checkpoint
 from megatron_fspo.objective import group_normalized_advantages, leave_one_out_advantages
-from megatron_fspo.parallel.groups import ParallelGroups, agreed, means, of_first_rank
+from megatron_fspo.parallel.groups import ParallelGroups, agreed, broadcast_first, means
 from megatron_fspo.record.log import RunLog
 from megatron_fspo.rewards import tally
 from megatron_fspo.trainer.prepare import Inputs
@@ -35,11 +35,11 @@ def graded_responses(request: Request, inputs: Inputs, groups: ParallelGroups, l
 def add_advantages(inputs: Inputs, groups: ParallelGroups, rollout: Rollout) -> Rollout:
     """Add the first rank's advantages, which must agree, as zeros decide what is packed. Collective."""
     by_group = (rollout.rewards.view(-1, rollout.samples), rollout.truncated.view(-1, rollout.samples))
-    advantages = advantages_of(inputs.config, *by_group).to(inputs.backend.device)
-    return with_advantages(rollout, of_first_rank(advantages, groups.dp_cp, groups.tp, groups.pp).cpu())
+    advantages = compute_advantages(inputs.config, *by_group).to(inputs.backend.device)
+    return with_advantages(rollout, broadcast_first(advantages, groups.dp_cp, groups.tp, groups.pp).cpu())
 
 
-def advantages_of(config: Config, rewards: Tensor, truncated: Tensor) -> Tensor:
+def compute_advantages(config: Config, rewards: Tensor, truncated: Tensor) -> Tensor:
     """Return advantages [prompts, samples] from ``rewards`` and ``truncated`` (bool) of that shape. With
     ``reward.truncated = drop``, groups consist of the other responses; one that remains alone gets 0."""
     estimate = (

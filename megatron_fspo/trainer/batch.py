@@ -11,7 +11,7 @@ from megatron_fspo.mcore.model.lora import without_adapters
 from megatron_fspo.packing.batch import MicroBatches
 from megatron_fspo.trainer.correction import correct, little_is_left
 from megatron_fspo.trainer.mismatch import make_alarm, measure
-from megatron_fspo.trainer.rollout import Rollout, make_mini_batches, routing_of, staleness_metrics
+from megatron_fspo.trainer.rollout import Rollout, make_mini_batches, make_routing, staleness_metrics
 from megatron_fspo.trainer.training import Training
 
 
@@ -47,7 +47,7 @@ def pack_and_score(run: Training, responses: Rollout) -> tuple[TrainingBatch, di
     """
     config, log = run.inputs.config, run.log
     metrics = staleness_metrics(responses, run.state.step, limit=config.rollout.max_staleness)
-    routing = routing_of(config, run.inputs.arch)
+    routing = make_routing(config, run.inputs.arch)
     micro_batches, sizes = make_mini_batches(
         config, responses, run.groups, run.layout, routing=routing, layers=run.policy.layers
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import config_changes, save_config
-from megatron_fspo.data.cursor import PromptCursor, digest_of, mixture
+from megatron_fspo.data.cursor import PromptCursor, digest_prompts, mixture
 from megatron_fspo.errors import InputError
 from megatron_fspo.job.checkpoints import put_aside
 from megatron_fspo.mcore.machine.startup import start
@@ -43,8 +43,8 @@ from megatron_fspo.rollout.client.connect import Needs, connect, settle
 from megatron_fspo.rollout.client.engine import Leader, Trainer, VLLMEngine
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.rollout.engine import RolloutEngine
-from megatron_fspo.trainer.prepare import Inputs, needs_of
-from megatron_fspo.trainer.rollout import layout_of
+from megatron_fspo.trainer.prepare import Inputs, make_needs
+from megatron_fspo.trainer.rollout import make_layout
 from megatron_fspo.trainer.sampling import RolloutQueue, make_grader
 from megatron_fspo.trainer.training import State, Training, remove_old
 from megatron_fspo.weights import read_adapters
@@ -78,7 +78,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
     rollouts = config.rollouts_after_warmup
     loss = config.loss.start(inputs.noise, longest=longest, updates=updates, rollouts=rollouts)
     sets = mixture(inputs.train, config.data)
-    rows, size, shuffle = digest_of(inputs.train), config.rollout.prompts, config.data.shuffle
+    rows, size, shuffle = digest_prompts(inputs.train), config.rollout.prompts, config.data.shuffle
     prompts = PromptCursor(sets, config.run.seed, size=size, shuffle=shuffle, rows=rows)
     base = _base(inputs)
     state, damaged = _load(inputs, policy, base, checkpoints, older=older)
@@ -106,7 +106,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
             temperature=config.rollout.temperature,
             head=inputs.backend.head,
         ),
-        layout=layout_of(config, inputs.arch, groups, inputs.backend),
+        layout=make_layout(config, inputs.arch, groups, inputs.backend),
         queue=RolloutQueue(inputs, engine, groups, grader, prompts, step),
         log=log,
         state=State(
@@ -245,7 +245,7 @@ def open_servers(inputs: Inputs, groups: ParallelGroups, *, trains: bool = False
         return None
     if dist.get_rank() == 0:
         leader = connect(config.vllm, inputs.arch.vocab_size)
-        needs = needs_of(config) if trains else Needs()
+        needs = make_needs(config) if trains else Needs()
         leader.loop.run(settle(leader, needs, colocated=config.vllm.colocated))
     groups.control.barrier("the servers to release their memory")
     return leader

@@ -19,7 +19,7 @@ from megatron_fspo.config.correction import IcePop, LengthFairGate, SequenceMask
 from megatron_fspo.objective.correction import length_fair_gate, masked_weight, truncated_weight, within_ratio
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.packing.batch import MicroBatch, MicroBatches
-from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
+from megatron_fspo.parallel.groups import ParallelGroups, broadcast_first
 from megatron_fspo.trainer.mismatch import Mismatch, per_sample, token_deltas
 
 Rule = TokenTIS | IcePop | SequenceTIS | SequenceMask | LengthFairGate
@@ -37,22 +37,22 @@ def correct(
 
     ``micro_batches`` are this rank's, with the old log-probs with which ``mismatch`` was measured.
     """
-    sums = of_first_rank(mismatch.sums, groups.dp_cp, groups.tp, groups.pp)
+    sums = broadcast_first(mismatch.sums, groups.dp_cp, groups.tp, groups.pp)
     mismatch = replace(mismatch, sums=sums)
     if isinstance(correction, TokenTIS | IcePop):
 
         def rows(batch: MicroBatch) -> Tensor:
-            weight, acted = weights_of(correction, token_deltas(batch), batch.lengths)
+            weight, acted = compute_weights(correction, token_deltas(batch), batch.lengths)
             return torch.stack([acted.double(), weight, weight.square()])
 
         totals = per_sample(micro_batches, rows, 3, len(mismatch.lengths), group=groups.dp_cp)
         columns = torch.cat([totals, mismatch.lengths.double()[None]])
 
         def weights(batch: MicroBatch) -> Tensor:
-            return weights_of(correction, token_deltas(batch), batch.lengths)[0]
+            return compute_weights(correction, token_deltas(batch), batch.lengths)[0]
 
     else:
-        weight, acted = weights_of(correction, mismatch.sums, mismatch.lengths)
+        weight, acted = compute_weights(correction, mismatch.sums, mismatch.lengths)
         columns = torch.stack([acted.to(weight), weight, weight.square(), torch.ones_like(weight)])
 
         def weights(batch: MicroBatch) -> Tensor:
@@ -70,7 +70,7 @@ def correct(
     return micro_batches.with_columns(old_log_probs=old, rollout_weights=weighted), metrics
 
 
-def weights_of(correction: Rule, deltas: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def compute_weights(correction: Rule, deltas: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Return the weights of units (tokens or sequences, by rule), and bools: True where the rule dropped a
     unit or truncated its weight. ``deltas`` [units] are Δ of tokens or its sums over sequences; ``lengths``
     are those of the sequences."""

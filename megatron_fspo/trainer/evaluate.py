@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_fspo.evaluation.records import Key, Record, RecordFile
-from megatron_fspo.evaluation.results import metrics_of
+from megatron_fspo.evaluation.results import summary_metrics
 from megatron_fspo.evaluation.summary import per_problem, summarize
 from megatron_fspo.parallel.groups import ParallelGroups, agreed
 from megatron_fspo.rewards import Grader
@@ -70,7 +70,7 @@ class Entry:
     """Row number in the run's ``samples.jsonl``, and the row; None if it is not kept there."""
 
 
-def sets_of(inputs: Inputs) -> dict[str, list[Prompt]]:
+def by_set(inputs: Inputs) -> dict[str, list[Prompt]]:
     """Return set name → its validation prompts, in their order."""
     sets: dict[str, list[Prompt]] = {}
     for prompt in inputs.validation:
@@ -82,7 +82,7 @@ def portions(inputs: Inputs, data_ranks: int) -> list[Portion]:
     """Split the sets into portions that fill one batch of the embedded engine on every data-parallel rank."""
     config = inputs.config
     every = []
-    for name, prompts in sets_of(inputs).items():
+    for name, prompts in by_set(inputs).items():
         samples = config.evaluation_samples[name]
         size = max(1, config.rollout.max_batch // samples) * data_ranks
         for start in range(0, len(prompts), size):
@@ -91,7 +91,7 @@ def portions(inputs: Inputs, data_ranks: int) -> list[Portion]:
     return every
 
 
-def responses_of(inputs: Inputs) -> int:
+def num_responses(inputs: Inputs) -> int:
     """Return the number of responses of an evaluation, over all ranks."""
     samples = inputs.config.evaluation_samples
     return sum(samples[prompt.dataset] for prompt in inputs.validation)
@@ -111,7 +111,7 @@ def evaluate(
     """
     graded = sample_and_grade(inputs, engine, groups, grader, progress)
     samples = inputs.config.evaluation_samples
-    metrics = metrics_of(summarize(per_problem(one.record for one in graded), samples)) if graded else {}
+    metrics = summary_metrics(summarize(per_problem(one.record for one in graded), samples)) if graded else {}
     rows = sorted((one.row for one in graded if one.row), key=lambda row: row[0])
     return Evaluation(metrics=shared(metrics, groups), responses=[row for _, row in rows])
 

@@ -33,7 +33,7 @@ from megatron_fspo.parallel.groups import ParallelGroups, agreed
 from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.build import build_engine, load_model, open_servers
-from megatron_fspo.trainer.evaluate import evaluate, portions, responses_of, sample_and_grade, sets_of, shared
+from megatron_fspo.trainer.evaluate import by_set, evaluate, num_responses, portions, sample_and_grade, shared
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.sampling import make_grader
 from megatron_fspo.types import Prompt
@@ -56,12 +56,12 @@ def evaluate_checkpoint(
     """
     groups = start(inputs.backend, parallel=inputs.config.parallel, seed=inputs.config.run.seed)
     prove_same(inputs.config, trains=False)
-    mine = {name: hash_of_prompts(prompts) for name, prompts in sets_of(inputs).items()}
+    mine = {name: hash_of_prompts(prompts) for name, prompts in by_set(inputs).items()}
     if agreed(mine, groups) != mine:
         raise InputError(f"rank {dist.get_rank()} has other evaluation prompts than rank 0")
     if out is None:
         with _sampler(inputs, groups) as (engine, grader):
-            with _bar(responses_of(inputs), groups) as bar:
+            with _bar(num_responses(inputs), groups) as bar:
                 return evaluate(inputs, engine, groups, grader, bar.update).metrics
     compared = load(other) if other is not None and dist.get_rank() == 0 else None
     with _opened(inputs, groups, out, compared) as file:
@@ -75,9 +75,9 @@ def evaluate_checkpoint(
             summary = summarize(per_problem(saved.records), saved.manifest.samples)
             comparison = compare(saved, compared) if compared is not None else None
             results.write(out, saved.manifest, summary, comparison)
-            metrics = results.metrics_of(summary)
+            metrics = results.summary_metrics(summary)
             if comparison is not None:
-                metrics |= results.metrics_of(comparison.differences, "difference")
+                metrics |= results.summary_metrics(comparison.differences, "difference")
         return shared(metrics, groups)
 
 
@@ -133,7 +133,7 @@ def _opened(
         groups.control.barrier(what)
         yield None
         return
-    config, sets = inputs.config, sets_of(inputs)
+    config, sets = inputs.config, by_set(inputs)
     problems = [Problem.of(prompt, name) for name, prompts in sets.items() for prompt in prompts]
     if compared is not None:
         match(problems, compared.problems, f"{config.model.checkpoint} and {compared.manifest.model}")

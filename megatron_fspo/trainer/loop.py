@@ -19,7 +19,7 @@ from megatron_fspo.trainer.advantages import check_variance, graded_responses, r
 from megatron_fspo.trainer.batch import pack_and_score
 from megatron_fspo.trainer.build import build, export
 from megatron_fspo.trainer.dynamic import fill
-from megatron_fspo.trainer.evaluate import evaluate, responses_of
+from megatron_fspo.trainer.evaluate import evaluate, num_responses
 from megatron_fspo.trainer.metrics import profiled, rank_metrics, speed_metrics, table, update_metrics
 from megatron_fspo.trainer.optimize import OptimizerStep, observe, update
 from megatron_fspo.trainer.prepare import Inputs, machine
@@ -131,7 +131,7 @@ def train_step(run: Training) -> dict[str, float]:
 
 
 def _evaluate(run: Training, draw: Draw | None) -> dict[str, float]:
-    total = responses_of(run.inputs) // run.groups.dp.size()
+    total = num_responses(run.inputs) // run.groups.dp.size()
     with run.log.phase("testing", total, "response") as progress:
         try:
             result = evaluate(run.inputs, run.engine, run.groups, run.grader, progress)

@@ -29,7 +29,7 @@ from megatron_fspo.packing.pack import PackLayout
 from megatron_fspo.parallel.control import Control
 from megatron_fspo.parallel.groups import ParallelGroups, Totals, any_rank, gather_lists, means, pool
 from megatron_fspo.record.log import PHASES, RunLog
-from megatron_fspo.record.records import as_tensors, clip_metrics, sigma_of
+from megatron_fspo.record.records import as_tensors, clip_metrics, estimate_sigma
 from megatron_fspo.trainer.batch import TrainingBatch
 from megatron_fspo.trainer.mismatch import outlier_share
 from megatron_fspo.trainer.optimize import OptimizerStep
@@ -97,7 +97,7 @@ def _first_metrics(first: OptimizerStep, *, sampled: bool) -> dict[str, float]:
     there is no old pass, so S of the first mini-batch measures the mismatch instead."""
     records, metrics = first.records, first.update.metrics
     if sampled:
-        sigma = sigma_of(records) or math.nan
+        sigma = estimate_sigma(records) or math.nan
         return {
             "rollout/kl_k1": metrics["actor/ppo_kl"],
             "rollout/kl_k3": metrics["fspo/kl_k3"],

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_fspo.config import Config
 from megatron_fspo.objective.calibration import sigma_hat
 from megatron_fspo.packing.batch import MicroBatch
-from megatron_fspo.parallel.groups import ParallelGroups, gather_lists, means, of_first_rank, sum_metrics
+from megatron_fspo.parallel.groups import ParallelGroups, broadcast_first, gather_lists, means, sum_metrics
 from megatron_fspo.parallel.segments import ExactSums
 from megatron_fspo.trainer.rollout import Rollout
 
@@ -222,7 +222,7 @@ class MismatchAlarm:
         groups = self.groups
         if groups.dp_cp.size() > 1:
             dist.all_reduce(totals, group=groups.dp_cp)
-        numbers: list[float] = of_first_rank(totals, groups.dp_cp, groups.tp, groups.pp).tolist()
+        numbers: list[float] = broadcast_first(totals, groups.dp_cp, groups.tp, groups.pp).tolist()
         return numbers
 
 

@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-)
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
@@ -129,7 +123,7 @@ class Calibration(_Record):
         """True if a route flipped in any comparison."""
         return any(one.flips for one in self.comparisons)
 
-    def of_run(self, config: Config) -> NoiseRecord:
+    def select_for_run(self, config: Config) -> NoiseRecord:
         """Return the comparison that measures the noise in this run's S. Raises ``InputError`` if none has
         the run's precision, sampler and temperature."""
         precision = own_precision(config)
@@ -179,7 +173,7 @@ def noise_of_run(config: Config) -> Noise | None:
     path = config.loss.noise_file()
     if path is None:
         return None
-    record = read_calibration(path).of_run(config)
+    record = read_calibration(path).select_for_run(config)
     noise = record.noise()
     lengths = lengths_up_to(config.rollout.max_response_tokens)
     config.loss.check_noise(noise, lengths, f"{record.kind} ({record.precision})")

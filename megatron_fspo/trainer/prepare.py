@@ -19,7 +19,7 @@ from megatron_fspo.config import Config
 from megatron_fspo.data.check import examine
 from megatron_fspo.data.cursor import mixture, most_at_once
 from megatron_fspo.data.prompts import LoadedSet, load_sets, notes
-from megatron_fspo.data.tasks import sources_of
+from megatron_fspo.data.tasks import make_sources
 from megatron_fspo.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
 from megatron_fspo.environments.agent import AgentEnvironment
 from megatron_fspo.environments.text import TextEnvironment
@@ -27,7 +27,7 @@ from megatron_fspo.errors import Attempts, InputError
 from megatron_fspo.job.checkpoints import Resume, check_writable, checkpoints_to_resume
 from megatron_fspo.job.consistency import versions
 from megatron_fspo.mcore.machine.backend import Backend, check_dtype, check_head, choose_backend
-from megatron_fspo.mcore.machine.sizes import adapters_of, check_parallel, check_world, shares_prompts
+from megatron_fspo.mcore.machine.sizes import check_parallel, check_world, make_adapters, shares_prompts
 from megatron_fspo.mcore.passes.fp8 import check_fp8
 from megatron_fspo.objective.noise import Noise
 from megatron_fspo.packing.batch import NO_ROUTE
@@ -85,7 +85,7 @@ class Inputs:
 
 def _adapted(config: Config, arch: Architecture, trains: bool) -> Architecture:
     """Add the adapters that the run trains to the architecture. Raises ``InputError`` if they are invalid."""
-    arch = replace(arch, adapters=adapters_of(config.lora, arch) if trains else None)
+    arch = replace(arch, adapters=make_adapters(config.lora, arch) if trains else None)
     if arch.adapters and config.lora.start:
         read_adapters(config.lora.start, arch)
     return arch
@@ -136,7 +136,7 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
         validation = attempt(lambda: load_sets(config.data, "validation", tokenizer))
     else:
         for which in ("train", "validation") if trains else ("validation",):
-            for source in sources_of(config.data, which):
+            for source in make_sources(config.data, which):
                 checked = attempt(partial(examine, source, None, 0))
                 attempt.wrong(*(checked.broken[:1] if checked else ()))
     attempt(lambda: check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens))
@@ -229,7 +229,7 @@ def check_run(config: Config, *, world_size: int, resume: Resume, here: bool) ->
     attempt(lambda: check_writable(config.run_folder, probe=True))
     asked = config.rollout.engine == "vllm"
     absent = (
-        attempt(lambda: asyncio.run(absent_servers(config.vllm, needs_of(config))) if asked else []) or []
+        attempt(lambda: asyncio.run(absent_servers(config.vllm, make_needs(config))) if asked else []) or []
     )
     attempt.wrong(*(absent if here else ()))
     attempt.end()
@@ -237,7 +237,7 @@ def check_run(config: Config, *, world_size: int, resume: Resume, here: bool) ->
     return notes + absent
 
 
-def needs_of(config: Config) -> Needs:
+def make_needs(config: Config) -> Needs:
     """Return the features that a run needs its servers to have."""
     return Needs(routes=config.moe.replay == "rollout", lora_rank=config.lora.rank)
 

@@ -20,7 +20,7 @@ from megatron_fspo.mcore.machine.sizes import shares_prompts
 from megatron_fspo.packing.batch import NO_ROUTE, MicroBatches, Sequences, as_row
 from megatron_fspo.packing.pack import Pack, PackLayout, Plan, collate_packs, plan_step
 from megatron_fspo.packing.plan import attention_costs
-from megatron_fspo.parallel.groups import ParallelGroups, exchange, of_first_rank, pack_layout
+from megatron_fspo.parallel.groups import ParallelGroups, broadcast_first, exchange, pack_layout
 from megatron_fspo.rewards import Grade
 from megatron_fspo.types import Completion, Prompt, Routing
 from megatron_fspo.weights import Architecture
@@ -133,7 +133,7 @@ def describe(completion: Completion, owner: int, reward: float = 0.0, score: flo
     return [float(grades[name] if value is None else value(completion, owner)) for name, value in values]
 
 
-def rollout_of(
+def make_rollout(
     prompts: Sequence[Prompt],
     samples: int,
     table: Tensor,
@@ -246,7 +246,7 @@ def staleness_metrics(rollout: Rollout, step: int, *, limit: int) -> dict[str, f
     }
 
 
-def layout_of(config: Config, arch: Architecture, groups: ParallelGroups, backend: Backend) -> PackLayout:
+def make_layout(config: Config, arch: Architecture, groups: ParallelGroups, backend: Backend) -> PackLayout:
     """Return the layout of all packs of a run."""
     costs = partial(attention_costs, linear_size=arch.layer_size, attention_size=arch.q_size)
     return replace(
@@ -263,7 +263,7 @@ def layout_of(config: Config, arch: Architecture, groups: ParallelGroups, backen
     )
 
 
-def routing_of(config: Config, arch: Architecture) -> Routing | None:
+def make_routing(config: Config, arch: Architecture) -> Routing | None:
     """Return the sizes of the sampler's routes if the run replays them, else None."""
     if config.moe.replay != "rollout":
         return None
@@ -353,7 +353,7 @@ def _bring(
         flat, _ = exchange(outgoing, dtype, group=groups.dp)
     else:
         flat = torch.zeros(sum(sizes), dtype=dtype)
-    return torch.split(of_first_rank(flat.to(device), groups.pp, groups.cp, groups.tp).cpu(), sizes)
+    return torch.split(broadcast_first(flat.to(device), groups.pp, groups.cp, groups.tp).cpu(), sizes)
 
 
 def _routes(

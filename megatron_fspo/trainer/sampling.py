@@ -33,14 +33,7 @@ from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.rewards import Failure, Grade, Grader, PendingGrade
 from megatron_fspo.rollout.engine import Pending, Progress, RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs
-from megatron_fspo.trainer.rollout import (
-    COLUMNS,
-    GRADES,
-    Rollout,
-    describe,
-    rollout_of,
-    routing_of,
-)
+from megatron_fspo.trainer.rollout import COLUMNS, GRADES, Rollout, describe, make_rollout, make_routing
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 
 FAILED_REWARD = "reward_error.json"
@@ -164,7 +157,7 @@ class RolloutQueue:
         # Other seeds, and so other responses, if a prompt is repeated in a later step or round.
         seed = config.run.seed * 1_000_000_007 + step + (number << 64)
         params = sampling_params(self._inputs, config.rollout, config.rollout.samples, seed)
-        routing = routing_of(config, self._inputs.arch)
+        routing = make_routing(config, self._inputs.arch)
         return self._of_engine(prompts, replace(params, routing=routing))
 
 
@@ -205,7 +198,7 @@ def collect_and_grade(
     table = summed_over_all(table, inputs.backend.device)
     if table.isnan().any():  # on every rank
         raise_first(inputs.config, failures, request.samples)
-    return rollout_of(request.prompts, request.samples, table, held, grades)
+    return make_rollout(request.prompts, request.samples, table, held, grades)
 
 
 def _awaited(

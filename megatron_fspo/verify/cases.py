@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_fspo.config import Config, Parallel
 from megatron_fspo.losses import FSPOLoss, PolicyLossConfig, loss_sections
 from megatron_fspo.packing.batch import NO_ROUTE, Sequences
-from megatron_fspo.packing.pack import PackLayout, Plan, plan_of
+from megatron_fspo.packing.pack import PackLayout, Plan, plan_packs
 from megatron_fspo.packing.plan import attention_costs
 from megatron_fspo.types import Completion, Prompt, Sample
 from megatron_fspo.weights import Architecture, Experts, adapter_shapes, expected_hf_shapes
@@ -82,7 +82,7 @@ class Case:
     z_loss_coef: float = 0.0
 
     @property
-    def of_experts(self) -> bool:
+    def needs_experts(self) -> bool:
         """The case needs a model with experts."""
         return self.replay or self.aux_loss_coef > 0 or self.z_loss_coef > 0
 
@@ -277,7 +277,7 @@ def split(name: str, sequences: Sequences, arch: Architecture, layout: PackLayou
         costs = partial(attention_costs, linear_size=arch.layer_size, attention_size=arch.q_size)
         count += -count % multiple_of
         wanted = replace(layout, costs=costs if name.startswith("8") else None, count_multiple_of=count)
-        return plan_of(sequences, wanted)[0]
+        return plan_packs(sequences, wanted)[0]
     count = max(map(len, plan))
     count += -count % multiple_of
     return [packs + [[] for _ in range(count - len(packs))] for packs in plan]

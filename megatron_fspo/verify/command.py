@@ -17,7 +17,7 @@ from megatron_fspo.mcore.machine.backend import choose_backend
 from megatron_fspo.mcore.machine.sizes import check_parallel
 from megatron_fspo.mcore.machine.transformer_engine import engine_problem
 from megatron_fspo.verify.cases import narrow
-from megatron_fspo.verify.layouts import Layout, all_layouts, model_of, on_ranks, parse_layout
+from megatron_fspo.verify.layouts import Layout, all_layouts, choose_model, on_ranks, parse_layout
 from megatron_fspo.verify.run import Result, VerifyPlan, possible_dtypes, verify
 from megatron_fspo.weights import read_architecture
 
@@ -54,7 +54,7 @@ def plan(
         flags["lora"] = config.lora.rank > 0
         layouts = [on_ranks("the run's layout", config.parallel, None, world_size=world_size, **flags)]
     for layout in layouts:
-        model_of(layout, arch)
+        choose_model(layout, arch)
     engine = backend.layers == "transformer_engine"
     if dtypes is None:
         dtypes = ["bfloat16"] if engine else ["float32", "float64"]

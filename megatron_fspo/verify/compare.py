@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_fspo.mcore.model.policy import Policy
 from megatron_fspo.verify.layouts import Layout
-from megatron_fspo.verify.production import Outcome, shard_of
+from megatron_fspo.verify.production import Outcome, cut_shard
 from megatron_fspo.verify.reference import Reference, plain_name
 
 # fp32 rounds at 6e-8, and a gradient is a sum of thousands of terms. A wrong factor or a lost token causes
@@ -91,11 +91,11 @@ class _ShardError(NamedTuple):
 def _gradient_errors(policy: Policy, outcome: Outcome, want: Reference) -> dict[str, GradientError]:
     mine: list[_ShardError] = []
     for row, gradient in outcome.gradients:
-        got, right = gradient.double().cpu(), shard_of(row, want.gradients, policy)
+        got, right = gradient.double().cpu(), cut_shard(row, want.gradients, policy)
         mine.append(
             _ShardError(
                 name=f"{row.hf[0].name}{' (the copy on the last stage)' if row.copy else ''}",
-                shard=0 if row.layout == "replicated" or row.of_expert else policy.groups.tp.rank(),
+                shard=0 if row.layout == "replicated" or row.in_expert else policy.groups.tp.rank(),
                 gap=(got - right).abs().max().item(),
                 scale=right.abs().max().item(),
                 product=(got * right).sum().item(),

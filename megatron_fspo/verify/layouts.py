@@ -109,7 +109,7 @@ def _parse(text: str) -> tuple[Parallel, int | None, dict[str, bool]]:
     return parallel, data, {**flags, "moe": flags["moe"] or parallel.expert > 1}
 
 
-def model_of(layout: Layout, arch: Architecture | None) -> Architecture:
+def choose_model(layout: Layout, arch: Architecture | None) -> Architecture:
     """Return ``arch`` or a small model, cut to a layout's layers; ``InputError`` if the two do not fit."""
     if arch is not None and layout.moe and arch.experts is None:
         raise InputError(f"layout {layout.name}: the model has no experts")
@@ -154,6 +154,6 @@ def all_layouts(arch: Architecture | None, *, world_size: int) -> list[Layout]:
     for name in names:
         with suppress(InputError):  # skip layouts that do not fit
             layout = parse_layout(name, world_size=world_size)
-            model_of(layout, arch)
+            choose_model(layout, arch)
             layouts.append(layout)
     return layouts

@@ -22,7 +22,7 @@ from megatron_fspo.mcore.model.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.objective.surrogate import LossTerms
 from megatron_fspo.packing.batch import MicroBatch, MicroBatches, Sequences
 from megatron_fspo.packing.pack import pack
-from megatron_fspo.parallel.groups import ParallelGroups, means, of_first_rank, pack_layout, share
+from megatron_fspo.parallel.groups import ParallelGroups, broadcast_first, means, pack_layout, share
 from megatron_fspo.parallel.head import linear_log_probs
 from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
 from megatron_fspo.types import Sample
@@ -77,15 +77,15 @@ def build(
     )
     with torch.no_grad():
         for row, parameter in _parameters(policy):
-            parameter.copy_(shard_of(row, weights, policy))
+            parameter.copy_(cut_shard(row, weights, policy))
     policy.weights_loaded()
     return policy
 
 
-def shard_of(row: Row, tensors: Mapping[str, Tensor], policy: Policy) -> Tensor:
+def cut_shard(row: Row, tensors: Mapping[str, Tensor], policy: Policy) -> Tensor:
     """Return this rank's part of a parameter, from whole tensors by their Hugging Face names."""
     arch, tp, vocab = policy.arch, policy.groups.tp, policy.padded_vocab
-    rank, size = (0, 1) if row.of_expert else (tp.rank(), tp.size())
+    rank, size = (0, 1) if row.in_expert else (tp.rank(), tp.size())
     parts = [
         tensors[tensor.name][slices]
         for tensor, slices in zip(row.hf, shard_slices(row, arch, rank, size, vocab), strict=True)
@@ -254,7 +254,7 @@ _COLLECTIVES = [
     if hasattr(dist, name)
 ]
 _HEAD_AND_LOSS = {function.__module__ for function in (linear_log_probs, sequence_sums, prefix_sums)}
-"""Modules that, with ``of_first_rank``, make all of ``PolicyLoss``'s collectives, which are counted."""
+"""Modules that, with ``broadcast_first``, make all of ``PolicyLoss``'s collectives, which are counted."""
 
 
 @contextmanager
@@ -269,7 +269,7 @@ def _counted(groups: ParallelGroups) -> Iterator[Counter[str]]:
     def counting(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             caller = sys._getframe(1)
-            if caller.f_globals["__name__"] in _HEAD_AND_LOSS or caller.f_code is of_first_rank.__code__:
+            if caller.f_globals["__name__"] in _HEAD_AND_LOSS or caller.f_code is broadcast_first.__code__:
                 members = dist.get_process_group_ranks(kwargs["group"])
                 counts.update(name for name, group in ranks.items() if group == members)
             return function(*args, **kwargs)

@@ -28,7 +28,7 @@ from megatron_fspo.verify.cases import (
     reference_drifts,
 )
 from megatron_fspo.verify.compare import LIMITS, Errors, compare, diagnose
-from megatron_fspo.verify.layouts import Layout, model_of
+from megatron_fspo.verify.layouts import Layout, choose_model
 from megatron_fspo.verify.production import build, run, score
 from megatron_fspo.verify.reference import Reference, forward, reference
 from megatron_fspo.weights import Architecture, adapter_shapes
@@ -76,7 +76,7 @@ def verify(
     temperature = TEMPERATURE if config is None else config.rollout.temperature
     variants = []
     for layout in planned.layouts:
-        model = model_of(layout, planned.arch)
+        model = choose_model(layout, planned.arch)
         variants.append(kinds(model) if planned.arch is None else [model])
     # Two shifts give every case with and without replay.
     everything = [case for shift in range(2) for case in cases(config, shift, experts=True)]
@@ -199,7 +199,7 @@ def references(
                 z_loss_coef=case.z_loss_coef,
             )
             for case in asked
-            if not (dense and case.of_experts)
+            if not (dense and case.needs_experts)
         }
     everyone = dist.group.WORLD
     assert everyone is not None

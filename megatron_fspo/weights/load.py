@@ -97,7 +97,7 @@ def load_into(
     loaded: set[str] = set()
     for name, parameter in parameters:
         row = resolve(name, arch, layer_offset, expert_offset)
-        rank, size = (0, 1) if row.of_expert else (tp_rank, tp_size)
+        rank, size = (0, 1) if row.in_expert else (tp_rank, tp_size)
         shape = shard_shape(row, arch, size, padded_vocab)
         if tuple(parameter.shape) != shape:
             own = tuple(parameter.shape)

@@ -72,8 +72,8 @@ class MegatronReader:
 
     def _find_sources(self) -> Iterable[tuple[str, _Source]]:
         for row, layer, expert in whole_model(self.arch):
-            experts = [(expert, self.arch.num_experts)] if row.of_expert else []
-            layers = [(layer, self.arch.num_layers)] if row.of_layer else []
+            experts = [(expert, self.arch.num_experts)] if row.in_expert else []
+            layers = [(layer, self.arch.num_layers)] if row.in_layer else []
             # Heterogeneous layers are saved separately, each under its number.
             alone = row.key.replace("decoder.layers.", f"decoder.layers.{layer}.", 1)
             key, leading = (alone, experts) if alone in self._reader else (row.key, layers + experts)

@@ -76,7 +76,7 @@ def write_megatron_checkpoint(
 
 def _leading(row: Row, layer: int, expert: int) -> tuple[int, ...]:
     """Return the parameter's indices in the dimensions of layers and experts, if it has them."""
-    return (layer,) * row.of_layer + (expert,) * row.of_expert
+    return (layer,) * row.in_layer + (expert,) * row.in_expert
 
 
 def _global_tensors(

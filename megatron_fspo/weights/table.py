@@ -66,11 +66,11 @@ class Row:
     """It duplicates another row's parameter: it is loaded but never exported."""
 
     @property
-    def of_layer(self) -> bool:
+    def in_layer(self) -> bool:
         return "{layer}" in self.megatron[0]
 
     @property
-    def of_expert(self) -> bool:
+    def in_expert(self) -> bool:
         """Experts are distributed by expert parallelism, and not split by tensor parallelism."""
         return ".experts." in self.key
 
@@ -252,12 +252,12 @@ def expected_hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
 def whole_model(arch: Architecture) -> Iterator[tuple[Row, int, int]]:
     """Yield the row, layer and expert of every parameter, in the order of the forward pass."""
     table = [row for row in rows(arch) if not row.copy]
-    embedding, *others = (row for row in table if not row.of_layer)
+    embedding, *others = (row for row in table if not row.in_layer)
     yield embedding, 0, 0
     for layer in range(arch.num_layers):
         for row in table:
-            if row.of_layer:
-                for expert in range(arch.num_experts if row.of_expert else 1):
+            if row.in_layer:
+                for expert in range(arch.num_experts if row.in_expert else 1):
                     yield row, layer, expert
     for row in others:
         yield row, 0, 0

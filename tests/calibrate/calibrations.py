@@ -10,7 +10,7 @@ import torch
 from launch import REPO
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
-from megatron_fspo.lab.calibrate.command import calibration_of
+from megatron_fspo.lab.calibrate.command import make_calibration
 from megatron_fspo.lab.calibrate.passes import Kind, Measured, PassDifference
 from megatron_fspo.trainer.noise import Calibration
 
@@ -45,4 +45,4 @@ def measured(seed: int = 0, sequences: int = 160, **changes: Any) -> Measured:
 @cache
 def calibration() -> Calibration:
     """Of :func:`measured`; its intervals take a second to resample."""
-    return calibration_of(measured(), config(), device="cpu")
+    return make_calibration(measured(), config(), device="cpu")

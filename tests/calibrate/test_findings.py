@@ -14,19 +14,19 @@ import torch
 import noise_check
 from calibrations import DRIFT, SIGMA, calibration, config, measured
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.lab.calibrate.command import calibration_of, checks
+from megatron_fspo.lab.calibrate.command import checks, make_calibration
 from megatron_fspo.lab.calibrate.page import render, write_page
 from megatron_fspo.lab.calibrate.passes import read_responses
 from megatron_fspo.losses import GSPOLoss
 from megatron_fspo.objective import FSPOBand
-from megatron_fspo.objective.noise import Noise, noise_of
+from megatron_fspo.objective.noise import Noise, measure_noise
 from megatron_fspo.trainer.noise import Calibration
 from megatron_fspo.weights import read_architecture
 
 
 @pytest.fixture(scope="module")
 def many() -> Calibration:
-    return calibration_of(measured(sequences=1600), config(), device="cpu")
+    return make_calibration(measured(sequences=1600), config(), device="cpu")
 
 
 def test_figures_are_those_of_what_was_put_in(many: Calibration) -> None:
@@ -61,7 +61,7 @@ def test_sigma_without_the_flipped_tokens(tmp_path: Path) -> None:
     flipped = (given.lengths * 0.1).round().double()
     part = jump * flipped.sqrt() * torch.randn(1600, generator=random, dtype=torch.float64)
     with_flips = replace(updates, sums=updates.sums + part, flips=torch.stack([flipped, part]))
-    calm, one = calibration_of(
+    calm, one = make_calibration(
         replace(given, differences=[updates, with_flips]), config(), device="cpu"
     ).comparisons
     assert calm.flips is None and one.flips is not None
@@ -108,14 +108,14 @@ def test_the_file_is_read_back_and_table_and_page_have_everything(tmp_path: Path
     assert all(words in text for words in ("blockwise (emulated)", "c_low = 0.03", f"{sigma:.2g} ["))
     assert "* longer" not in text
     limits = config("--rollout.max-response-tokens", "900", "--batch.max-tokens", "2048")
-    longer = render(calibration_of(measured(differences=measured().differences[3:4]), limits, device="cpu"))
+    longer = render(make_calibration(measured(differences=measured().differences[3:4]), limits, device="cpu"))
     assert "512 *" in longer and "* longer than any that was measured" in longer
     write_page(found, tmp_path / "index.html")
     page = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert page.count("<svg") == 2 and "blockwise (emulated)" in page
     assert not re.search(r'(src|href)="(?!data:|#)', page), "everything is in the file"
     nothing = measured(differences=measured().differences[:2], first_updates=None)
-    quiet = calibration_of(nothing, config(), device="cpu")
+    quiet = make_calibration(nothing, config(), device="cpu")
     write_page(quiet, tmp_path / "quiet.html")
     assert "<svg" not in (tmp_path / "quiet.html").read_text(encoding="utf-8")
     assert quiet.first_updates is None and "2 sigma-hat" not in render(quiet)
@@ -126,20 +126,20 @@ def test_measurements_without_a_figure() -> None:
     (updates,) = measured(sequences=40).differences[3:4]
     unsure = measured(sequences=40, differences=[updates])
     updates.sums[:] = 0.04 * unsure.lengths.sqrt() * torch.tensor([1.0, -1.0]).repeat(20)
-    (found,) = calibration_of(unsure, config(), device="cpu").comparisons
+    (found,) = make_calibration(unsure, config(), device="cpu").comparisons
     assert found.drift[1] < 0 < found.drift[2] and found.drift_length == (None, None, None)  # type: ignore[operator]
     broken = measured(first_updates=None)
     broken.differences[0].sums.fill_(math.nan)
     with pytest.raises(TrainingError, match=r"repeat \(bfloat16\): no response"):
-        calibration_of(broken, config(), device="cpu")
+        make_calibration(broken, config(), device="cpu")
     with pytest.raises(InputError, match=r"loss\.name is gspo"):
-        calibration_of(measured(), config().model_copy(update={"loss": GSPOLoss()}), device="cpu")
+        make_calibration(measured(), config().model_copy(update={"loss": GSPOLoss()}), device="cpu")
 
 
 def noise_behind_updates(seed: int) -> Noise:
     responses = measured(seed=seed, sequences=400)
     keep = responses.lengths > 0
-    return noise_of(responses.differences[3].sums[keep], responses.lengths[keep])
+    return measure_noise(responses.differences[3].sums[keep], responses.lengths[keep])
 
 
 def test_one_calibration_predicts_the_same_noise_and_no_other() -> None:

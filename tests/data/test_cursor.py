@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_fspo.config.data import Data
-from megatron_fspo.data.cursor import PromptCursor, digest_of, mixture, most_at_once
+from megatron_fspo.data.cursor import PromptCursor, digest_prompts, mixture, most_at_once
 from megatron_fspo.errors import InputError
 from megatron_fspo.types import Prompt
 
@@ -237,7 +237,7 @@ def test_other_texts_or_answers_have_another_digest() -> None:
     rows = [("1+1", "2"), ("1+2", "3")]
     others = [rows[::-1], rows[:1], [("1+1", "2"), ("1+2", "4")], [("1+1", "2"), ("2+1", "3")]]
     digests = [
-        digest_of([Prompt(index=0, token_ids=(1,), text=text, answer=answer) for text, answer in some])
+        digest_prompts([Prompt(index=0, token_ids=(1,), text=text, answer=answer) for text, answer in some])
         for some in [rows, rows, *others]
     ]
     assert digests[0] == digests[1] and len(set(digests)) == 5

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_fspo.config.data import TEMPLATES, Data, PresetName
 from megatron_fspo.data.prompts import load_sets
-from megatron_fspo.data.tasks import PRESETS, sources_of
+from megatron_fspo.data.tasks import PRESETS, make_sources
 from megatron_fspo.errors import InputError
 from megatron_fspo.types import Prompt
 
@@ -135,7 +135,7 @@ def test_a_table_says_more_than_the_section_and_that_more_than_a_preset() -> Non
             "chat_template": False,
         }
     )
-    a, b = sources_of(data, "train")
+    a, b = make_sources(data, "train")
     assert (a.prompt_key, a.answer_key, a.answer_after, a.chat_template) == ("ask", "result", "####", False)
     assert (a.template, a.too_long, a.name) == ("{prompt}" + BOXED, "error", "a")
     assert (b.prompt_key, b.answer_key, b.answer_after, b.chat_template) == ("ask", "label", "", True)

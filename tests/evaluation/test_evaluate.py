@@ -16,7 +16,7 @@ import pytest
 
 from launch import REPO, environment, forked, why
 from megatron_fspo.config.loading import load_config
-from megatron_fspo.trainer.evaluate import portions, responses_of
+from megatron_fspo.trainer.evaluate import num_responses, portions
 from megatron_fspo.trainer.evaluate_checkpoint import hash_of_checkpoint
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.types import Prompt
@@ -207,4 +207,4 @@ def test_portions_of_sets_with_a_k_of_their_own() -> None:
     one = inputs(4, 12, {"a": 4, "b": 4}, b=6)
     found = [(p.dataset, len(p.prompts), p.samples, len(p.keys)) for p in portions(one, 1)]
     assert found == [("a", 3, 4, 12), ("a", 1, 4, 4), ("b", 2, 6, 12), ("b", 2, 6, 12)]
-    assert responses_of(one) == 40
+    assert num_responses(one) == 40

@@ -17,8 +17,8 @@ from megatron_fspo.evaluation.records import (
     Problem,
     Record,
     RecordFile,
+    format_line,
     hash_of_prompts,
-    line_of,
     load,
 )
 from megatron_fspo.types import Prompt
@@ -80,7 +80,7 @@ def test_sets_with_samples_of_their_own_are_read_back(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     for folder, own in ((tmp_path, {"a": 2, "b": 2}), (tmp_path / "other", {"a": 1, "b": 5})):
         RecordFile(folder, EvaluationManifest(model="m", samples=own, facts={}), PROBLEM_OF, PORTIONS)
-        (folder / SAMPLES).write_text("".join(line_of(record(key)) for some in PORTIONS for key in some))
+        (folder / SAMPLES).write_text("".join(format_line(record(key)) for some in PORTIONS for key in some))
     assert len(load(tmp_path).records) == 8
     with pytest.raises(InputError, match="has 8 of 8 completions"):
         load(tmp_path / "other")

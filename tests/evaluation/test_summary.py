@@ -14,7 +14,7 @@ import pytest
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.evaluation.records import EvaluationManifest, Problem, Record, SavedEvaluation
-from megatron_fspo.evaluation.results import metrics_of, table, write
+from megatron_fspo.evaluation.results import summary_metrics, table, write
 from megatron_fspo.evaluation.summary import compare, per_problem, summarize
 
 
@@ -101,7 +101,7 @@ def test_sets_with_a_k_of_their_own(tmp_path: Path) -> None:
     assert [name for name in found.average if "@" in name] == ["pass@1", "pass@2", "maj@1", "maj@2"]
     mean = [found.sets[name]["mean"].value for name in "ab"]
     assert found.average["mean"].value == pytest.approx(sum(mean) / 2)
-    names = {name for name in metrics_of(found) if name.count("/") == 2 and name[6:9] in ("mea", "maj")}
+    names = {name for name in summary_metrics(found) if name.count("/") == 2 and name[6:9] in ("mea", "maj")}
     assert names == {"val/a/mean@2", "val/b/mean@8", "val/a/maj@2", "val/b/maj@8"}
     write(tmp_path, both.manifest, found, compare(both, both))
     assert json.loads((tmp_path / "results.json").read_text())["samples"] == ks

@@ -8,7 +8,7 @@ import pytest
 
 from launch import REPO
 from megatron_fspo.cli import make_parser
-from megatron_fspo.cli.evaluate import KEYS, config_of
+from megatron_fspo.cli.evaluate import KEYS, make_evaluation_config
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import legal_keys
 from megatron_fspo.errors import InputError
@@ -24,7 +24,7 @@ def _root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(*words: str) -> Config:
-    return config_of(*make_parser().parse_known_args(["evaluate", *words]))
+    return make_evaluation_config(*make_parser().parse_known_args(["evaluate", *words]))
 
 
 def flags(out: Path, *more: str) -> Config:

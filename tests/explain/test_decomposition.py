@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from long_responses import rates_as_of
-from megatron_fspo.lab.explain.decomposition import Decomposition, Parts, decompose, halves_of, take_apart
+from megatron_fspo.lab.explain.decomposition import Decomposition, Parts, decompose, split_halves, take_apart
 from megatron_fspo.objective import FSPOBand
 
 
@@ -30,7 +30,7 @@ def responses(
 
 def test_halves_are_sums_over_tokens() -> None:
     tokens = torch.arange(1.0, 9.0, dtype=torch.float64)
-    halves = halves_of(tokens, torch.tensor([3, 1, 4]))
+    halves = split_halves(tokens, torch.tensor([3, 1, 4]))
     assert halves.first.tolist() == [1, 5 + 6]
     assert halves.second.tolist() == [2 + 3, 7 + 8]
     assert halves.lengths.tolist() == [3, 4]
@@ -41,7 +41,7 @@ def test_halves_are_sums_over_tokens() -> None:
     ("signal", "drift", "neighbours"), [(0.0, -0.001, 0.0), (0.001, 0.0, 0.0), (0.002, 0.003, 0.5)]
 )
 def test_the_parts_are_found(signal: float, drift: float, neighbours: float) -> None:
-    found = decompose(halves_of(*responses(4000, signal=signal, drift=drift, neighbours=neighbours)))
+    found = decompose(split_halves(*responses(4000, signal=signal, drift=drift, neighbours=neighbours)))
     # Neighbours that go together add up to more per √token.
     assert found.noise == pytest.approx(0.02 * (1 + neighbours), rel=0.05)
     assert found.signal == pytest.approx(signal, rel=0.1, abs=0.0002)
@@ -65,7 +65,7 @@ def test_noise_alone_grows_as_the_root_and_a_signal_faster() -> None:
 
 @pytest.mark.parametrize("signal", [0.0, 0.001])
 def test_one_half_of_the_responses_predicts_what_the_other_has_outside(signal: float) -> None:
-    halves = halves_of(*responses(4000, signal=signal, drift=0.0005))
+    halves = split_halves(*responses(4000, signal=signal, drift=0.0005))
     band = FSPOBand(c_low=0.03, c_high=0.03)
     even = torch.arange(4000) % 2 == 0
     known, other = halves[even], halves[~even]
@@ -78,7 +78,7 @@ def test_one_half_of_the_responses_predicts_what_the_other_has_outside(signal: f
         assert predicted[here].mean().item() == pytest.approx(rate, abs=0.05)
     # That the signal counts is seen where it is large: without it the prediction would be far off.
     if signal:
-        alone = halves_of(*responses(2000, signal=0.0, seed=1))
+        alone = split_halves(*responses(2000, signal=0.0, seed=1))
         long = other.lengths >= 500
         assert outside[long].double().mean() > rates_as_of(alone, other.lengths[long], band).mean() + 0.1
 
@@ -102,4 +102,4 @@ def test_a_signal_of_prompts_is_found_and_one_of_chance_is_not() -> None:
 def test_nothing_to_take_apart() -> None:
     for lengths, said in (([1] * 8, "at least 2 tokens"), ([4, 4], "nothing spreads")):
         with pytest.raises(ValueError, match=said):
-            decompose(halves_of(torch.ones(8), torch.tensor(lengths)))
+            decompose(split_halves(torch.ones(8), torch.tensor(lengths)))

@@ -15,7 +15,7 @@ from dumps import LIMITS, RECORDED, fair_rows, token_rows, walks, write
 from megatron_fspo.errors import InputError
 from megatron_fspo.lab.explain.chance import noise_alone
 from megatron_fspo.lab.explain.dump import Dump, read_dump
-from megatron_fspo.lab.explain.explanation import explanation_of
+from megatron_fspo.lab.explain.explanation import explain_dump
 from megatron_fspo.lab.explain.losses import (
     BAND_LOSSES,
     OUTCOMES,
@@ -40,7 +40,7 @@ def test_a_recorded_run_has_the_figures_of_its_trainer(name: str) -> None:
     for line in (RECORDED / f"{name}.metrics.jsonl").read_text(encoding="utf-8").splitlines():
         metrics = json.loads(line)
         dump = read_dump(RECORDED / f"{name}.sequences.jsonl", {}, step=metrics["step"])
-        found = explanation_of(dump, known_for(dump, with_limits(LIMITS[name])))
+        found = explain_dump(dump, known_for(dump, with_limits(LIMITS[name])))
         (mine,) = (one for one in found.given if one.name == name)
         same = {
             "fspo/out_of_band": mine.out_of_band,
@@ -71,7 +71,7 @@ def test_a_dump_of_another_trainer_has_its_figures(trainer: str, metric: str, fi
     """GSPO of TRL 1.16.0 and of verl 0.9.1, dumped by examples/explain, log-probs rounded to 1e-6."""
     dump = read_dump(RECORDED / f"{trainer}.dump.jsonl", {})
     losses = with_limits(["--gspo.eps-low", "0.003", "--gspo.eps-high", "0.004"])
-    (gspo,) = (one for one in explanation_of(dump, losses).given if one.name == "gspo")
+    (gspo,) = (one for one in explain_dump(dump, losses).given if one.name == "gspo")
     metrics = json.loads((RECORDED / f"{trainer}.metrics.jsonl").read_text(encoding="utf-8"))
     assert getattr(gspo, figure) == pytest.approx(metrics[metric], rel=1e-6)
     assert metrics[metric] > 0
@@ -89,7 +89,7 @@ def test_a_fair_fspo_is_seldom_said_to_depend_on_length(
     for seed in range(12):
         rows = fair_rows(prompts, samples, times, seed=seed)
         rows = [{named if key == "prompt" else key: value for key, value in row.items()} for row in rows]
-        found = explanation_of(read_dump(write(tmp_path / "a.jsonl", rows), {}), BAND_LOSSES[:1], rate=0.2)
+        found = explain_dump(read_dump(write(tmp_path / "a.jsonl", rows), {}), BAND_LOSSES[:1], rate=0.2)
         assert found.dump.clustered_by == named and len(found.dump.clusters.unique()) == prompts
         wrong += found.matched[0].lre.mean_interval[0] > found.matched[0].lre.null_mean
     assert wrong <= 2
@@ -119,7 +119,7 @@ def test_clusters_are_prompts_or_responses_or_rows(tmp_path: Path) -> None:
 def test_limits_of_a_ratio_beyond_what_float64_holds(tmp_path: Path) -> None:
     dump = read_dump(write(tmp_path / "a.jsonl", walks(400, sigma=1.0, longest=4000)), {})
     losses = with_limits(["--fspo.c-low", "2", "--fspo.c-high", "2", "--fspo.c-dual", "3"])[:3]
-    found = explanation_of(dump, losses, 0.05)
+    found = explain_dump(dump, losses, 0.05)
     rloo = found.matched[2]
     assert rloo.limits["eps_low"] < 1 and rloo.out_of_band > 0.08
     assert any("rloo" in line and "float64" in line for line in sentences(found))
@@ -167,7 +167,7 @@ def test_fates_by_hand(tmp_path: Path) -> None:
         ["clipped", "no advantage", "kept", "clipped", "kept"],
         ["clipped", "no advantage", "kept", "clipped", "kept"],
     ]
-    found = explanation_of(dump, losses)
+    found = explain_dump(dump, losses)
     pairs = {(one.kept_by, one.clipped_by): one for one in found.disagreements}
     assert pairs["fspo", "gspo"].responses == 1 and pairs["fspo", "gspo"].examples == (4,)
     assert pairs["fspo", "gspo"].share == 0.25 and pairs["fspo", "gspo"].lengths == (400, 400, 400)
@@ -210,7 +210,7 @@ def test_reach_is_where_decisions_change(tmp_path: Path) -> None:
 
 
 def test_losses_are_compared_at_one_rate(dump: Dump) -> None:
-    found = explanation_of(dump, BAND_LOSSES[:3], rate=0.1)
+    found = explain_dump(dump, BAND_LOSSES[:3], rate=0.1)
     fspo, gspo, rloo = found.matched
     assert fspo.lre.mean < 2 * fspo.lre.null_mean < min(gspo.lre.mean, rloo.lre.mean)
     assert sum(x.mass for x in fspo.by_length) == pytest.approx(1)
@@ -241,7 +241,7 @@ def test_noise_without_tokens_is_a_normal_walk(dump: Dump) -> None:
     assert source == "normal" and len(noise) % len(dump) == 0
     sigma = sigma_hat(dump.log_ratio_sum, dump.lengths)
     expected = 2 * torch.special.ndtr(torch.tensor(-0.03 / sigma)).item()
-    found = explanation_of(dump, BAND_LOSSES[:3])
+    found = explain_dump(dump, BAND_LOSSES[:3])
     assert found.given[0].noise == pytest.approx(expected, rel=0.05)
     assert isinstance(found.exponent, Exponent)
     assert found.exponent.interval[0] < 0.5 < found.exponent.interval[1]
@@ -271,7 +271,7 @@ def test_the_growth_of_s_names_the_band(of: str, longest: int, said: str, tmp_pa
         if of == "decisions":  # twenty tokens, spread over the response; the others are certain
             tokens *= torch.arange(length) * 20 % length < 20
         rows.append({"length": length, "log_ratio_sum": tokens.sum().item(), "advantage": 1.0})
-    found = explanation_of(read_dump(write(tmp_path / "dump.jsonl", rows), {}), BAND_LOSSES[:1])
+    found = explain_dump(read_dump(write(tmp_path / "dump.jsonl", rows), {}), BAND_LOSSES[:1])
     (sentence,) = [line for line in sentences(found) if "Var(S)" in line]
     assert sentence.startswith(said)
     bands = {"tokens": "a √L band", "shift": "a band that grows as L", "decisions": "a constant band"}
@@ -286,11 +286,11 @@ def test_a_growth_between_two_laws_names_both() -> None:
 
 def test_dumps_too_small_or_too_large_for_a_figure(tmp_path: Path) -> None:
     for rows in (token_rows(60), walks(2), walks(60)):
-        few = explanation_of(read_dump(write(tmp_path / "b.jsonl", rows), {}), BAND_LOSSES[:1])
+        few = explain_dump(read_dump(write(tmp_path / "b.jsonl", rows), {}), BAND_LOSSES[:1])
         assert few.parts is None and isinstance(few.exponent, str)
         assert not any("grows as" in line for line in sentences(few))
     rows = [*walks(100), {"length": 9, "log_ratio_sum": 800.0, "advantage": -1.0}]
     far = read_dump(write(tmp_path / "a.jsonl", rows), {})
-    found = explanation_of(far, BAND_LOSSES[:3])
+    found = explain_dump(far, BAND_LOSSES[:3])
     assert [one.dropped for one in found.given] == [0, 0, 1]  # FSPO's dual clip takes it; exp(S/L) is finite
     assert OUTCOMES[found.decisions[2].outcomes(far.advantages)[-1]] == "dropped"

@@ -14,7 +14,7 @@ from dumps import token_rows, walks, write
 from megatron_fspo.errors import InputError
 from megatron_fspo.evaluation.intervals import Estimate
 from megatron_fspo.lab.explain.dump import read_dump
-from megatron_fspo.lab.explain.explanation import Explanation, explanation_of
+from megatron_fspo.lab.explain.explanation import Explanation, explain_dump
 from megatron_fspo.lab.explain.losses import BAND_LOSSES, known_for
 from megatron_fspo.lab.explain.page import write_page
 from megatron_fspo.lab.explain.text import as_json, render
@@ -38,7 +38,7 @@ def with_flips(count: int) -> list[dict[str, Any]]:
 
 def explained(folder: Path, rows: list[dict[str, Any]]) -> Explanation:
     dump = read_dump(write(folder / "dump.jsonl", rows), {})
-    return explanation_of(dump, known_for(dump, BAND_LOSSES))
+    return explain_dump(dump, known_for(dump, BAND_LOSSES))
 
 
 def test_the_part_that_was_put_in(tmp_path: Path) -> None:

@@ -17,13 +17,13 @@ from megatron_fspo.mcore.machine.startup import start, stop
 from megatron_fspo.mcore.model.lora import without_adapters
 from megatron_fspo.mcore.state.hf_weights import base_tensors, scaled_adapter_tensors
 from megatron_fspo.verify.cases import TEMPERATURE, make_samples, random_weights
-from megatron_fspo.verify.layouts import model_of, parse_layout
+from megatron_fspo.verify.layouts import choose_model, parse_layout
 from megatron_fspo.verify.production import build, score
 
 backend = choose_backend("cpu")
 layouts = [parse_layout(f"tp2.sp{word}", world_size=2) for word in (".lora", "")]
 groups = start(backend, parallel=layouts[0].parallel, seed=1)
-archs = [model_of(layout, None) for layout in layouts]
+archs = [choose_model(layout, None) for layout in layouts]
 weights = random_weights(archs[0])
 adapted, plain = (
     build(layout, arch, weights, backend, groups, torch.float64)

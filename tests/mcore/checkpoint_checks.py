@@ -87,8 +87,8 @@ def whole_state(policy: Policy) -> State:
             tensor = torch.zeros(state.parameter.shape)
             tensor.view(-1)[state.first : state.first + held.numel()] = held
             if policy.parallel.distributed_optimizer:
-                of_expert = is_expert(names[state.parameter])
-                dist.all_reduce(tensor, group=policy.groups.copies(of_expert=of_expert))
+                expert = is_expert(names[state.parameter])
+                dist.all_reduce(tensor, group=policy.groups.copies(expert=expert))
             values[state.parameter] = state.parameter.detach().float() if what == "weight" else tensor
         named = [[(name, values[p]) for name, p in chunk.named_parameters()] for chunk in policy.chunks]
         found |= {f"{what}.{name}": tensor.clone() for name, tensor in hf_tensors(policy, named)}

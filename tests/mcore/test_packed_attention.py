@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_fspo.mcore.model import packed_attention as attention
-from megatron_fspo.mcore.model.packed_attention import Merged, calls_of, masked, packed_attention, parts_of
+from megatron_fspo.mcore.model.packed_attention import (
+    Merged,
+    make_calls,
+    make_parts,
+    masked,
+    packed_attention,
+)
 from megatron_fspo.packing.batch import Prefix
 
 KV_HEADS, SIZE = 2, 8
@@ -64,7 +70,7 @@ def largest_gaps(units: Units, heads: int, attend: Any) -> list[float]:
 
 
 def by_masks(query: Tensor, key: Tensor, value: Tensor, borders: list[int], prefixes: list[Prefix]) -> Tensor:
-    return masked(query, key, value, parts_of(borders, prefixes), None)
+    return masked(query, key, value, make_parts(borders, prefixes), None)
 
 
 def of_sequences(query: Tensor, key: Tensor, value: Tensor, sizes: Any, causal: bool, scale: float) -> Any:
@@ -127,7 +133,7 @@ def by_varlen(
     query: Tensor, key: Tensor, value: Tensor, borders: list[int], prefixes: list[Prefix]
 ) -> Tensor:
     """As on a GPU."""
-    calls = calls_of(tuple(borders), tuple(prefixes), torch.device("meta"))
+    calls = make_calls(tuple(borders), tuple(prefixes), torch.device("meta"))
     out: Tensor = Merged.apply(query, key, value, calls, SIZE**-0.5)  # type: ignore[no-untyped-call]
     return out
 

@@ -11,7 +11,7 @@ from megatron_fspo.objective.calibration import (
     QUANTILE,
     BandCalibrator,
     centred_sigma,
-    drift_of,
+    expected_drift,
     fit_exponent,
     measure_exponent,
     sigma_hat,
@@ -76,12 +76,12 @@ def test_k3_is_exact_for_small_ratios_and_ignores_what_is_masked_or_broken() -> 
 
 
 def test_the_drift_of_a_normal_s_is_its_mean() -> None:
-    assert drift_of(0.1) == pytest.approx(-0.005)
-    assert math.copysign(1, drift_of(0.0)) == 1
+    assert expected_drift(0.1) == pytest.approx(-0.005)
+    assert math.copysign(1, expected_drift(0.0)) == 1
     lengths = torch.randint(10, 30_000, (20_000,), generator=torch.Generator().manual_seed(1)).double()
     noise = torch.randn(20_000, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     for shift in (0.0, 0.001, -0.05):  # σ̂ is around the drift that S has, from learning or not
-        sums = 0.03 * lengths.sqrt() * noise + (drift_of(0.03) + shift) * lengths
+        sums = 0.03 * lengths.sqrt() * noise + (expected_drift(0.03) + shift) * lengths
         assert centred_sigma(sums, lengths) == pytest.approx(0.03, rel=0.02)
     assert sigma_hat(sums, lengths) > 0.1
     with pytest.raises(ValueError, match="no finite S"):

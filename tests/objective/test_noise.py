@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.objective import FSPOBand
-from megatron_fspo.objective.noise import noise_of, two_sigma
+from megatron_fspo.objective.noise import measure_noise, two_sigma
 
 BAND = FSPOBand(c_low=0.03, c_high=0.05)
 
@@ -29,7 +29,7 @@ def normal_share(low: float, high: float) -> float:
 
 def test_a_random_walk_is_recovered_and_predicted_at_lengths_that_were_not_seen() -> None:
     sigma, drift = 0.04, -0.002
-    noise = noise_of(*drawn(20_000, sigma=sigma, drift=drift))
+    noise = measure_noise(*drawn(20_000, sigma=sigma, drift=drift))
     assert noise.sigma == pytest.approx(sigma, rel=0.05)
     assert noise.drift == pytest.approx(drift, rel=0.05)
     assert noise.drift_length == pytest.approx((sigma / drift) ** 2, rel=0.15)
@@ -45,7 +45,7 @@ def test_short_and_long_responses_have_noise_of_their_own() -> None:
     lengths = torch.tensor([8] * 200 + [800] * 200)
     sign = torch.tensor([1.0, -1.0]).repeat(200).double()
     sums = torch.where(lengths == 8, 0.01, 0.2) * lengths.sqrt() * sign
-    noise = noise_of(sums, lengths)
+    noise = measure_noise(sums, lengths)
     assert noise.drift == 0 and noise.drift_length == math.inf
     assert noise.clip_rates(torch.tensor([1, 8, 800, 9000]), BAND).tolist() == [0, 0, 1, 1]
     assert noise.smallest_c(0.01, 8) == pytest.approx(0.01)
@@ -54,7 +54,7 @@ def test_short_and_long_responses_have_noise_of_their_own() -> None:
 
 def test_the_smallest_c_leaves_the_share_that_was_asked_for() -> None:
     sums, lengths = drawn(1000, sigma=0.05, drift=-0.003)
-    noise = noise_of(sums, lengths)
+    noise = measure_noise(sums, lengths)
     for length in (16, 600, 5000):
         for centred in (False, True):
             c = noise.smallest_c(0.01, length, centred=centred)
@@ -68,7 +68,7 @@ def test_the_smallest_c_leaves_the_share_that_was_asked_for() -> None:
 
 def test_two_equal_passes_have_no_noise() -> None:
     lengths = torch.tensor([3, 9, 0, 4])
-    noise = noise_of(torch.zeros(4), lengths)
+    noise = measure_noise(torch.zeros(4), lengths)
     assert (noise.sigma, noise.drift, noise.drift_length) == (0, 0, math.inf)
     assert noise.lengths.tolist() == [3, 4, 9]  # the empty response is in nothing
     assert noise.clip_rates(torch.tensor([0, 5, 5]), BAND).tolist() == [0, 0, 0]
@@ -77,17 +77,17 @@ def test_two_equal_passes_have_no_noise() -> None:
 
 def test_what_is_not_finite_or_empty_is_left_out() -> None:
     sums = torch.tensor([1.0, math.nan, 2.0, math.inf, 5.0])
-    noise = noise_of(sums, torch.tensor([1, 1, 4, 4, 0]))
+    noise = measure_noise(sums, torch.tensor([1, 1, 4, 4, 0]))
     assert noise.lengths.tolist() == [1, 4]
     assert noise.drift == pytest.approx(3 / 5)
     with pytest.raises(ValueError, match="finite S"):
-        noise_of(torch.tensor([math.nan]), torch.tensor([3]))
+        measure_noise(torch.tensor([math.nan]), torch.tensor([3]))
     assert math.isnan(two_sigma(torch.tensor([math.nan]), torch.tensor([3])))
 
 
 def test_of_many_responses_an_even_part_is_kept() -> None:
     sums, lengths = drawn(5000, sigma=0.05, drift=0.0)
-    noise = noise_of(sums, lengths)
+    noise = measure_noise(sums, lengths)
     assert len(noise.lengths) == len(noise.residuals) == 1024
     assert (noise.lengths[0], noise.lengths[-1]) == (lengths.min(), lengths.max())
     assert noise.sigma == pytest.approx(0.05, rel=0.1)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fspo.packing.batch import Sequences
-from megatron_fspo.packing.pack import PackLayout, collate, plan_of
+from megatron_fspo.packing.pack import PackLayout, collate, plan_packs
 
 RESPONSES = st.lists(st.lists(st.booleans(), max_size=12), min_size=1, max_size=5)
 
@@ -25,7 +25,7 @@ def test_turns_are_runs_of_written_tokens(
         loss_mask=responses,
     )
     chosen = data.draw(st.lists(st.sampled_from(range(len(responses))), unique=True))
-    _, totals = plan_of(sequences, PackLayout(max_tokens=1000))
+    _, totals = plan_packs(sequences, PackLayout(max_tokens=1000))
     runs = [
         [
             [place for place, _ in run]

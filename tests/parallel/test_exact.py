@@ -118,7 +118,7 @@ def test_no_digit_overflows_before_its_2_to_the_34_terms() -> None:
     # Every digit at its largest, with one sign.
     worst = sum(2.0**27 * unit for unit in exact._UNITS[1:]) + (largest // 2**24) * 2.0**24
     for value in (largest, worst, -worst, 2.0**27 * exact._UNITS[1]):
-        digits = exact.digits_of(torch.tensor([value], dtype=torch.float64))
+        digits = exact.split_digits(torch.tensor([value], dtype=torch.float64))
         assert (digits[:-1].abs() <= 2**28).all() and digits[-1] == 0
         total = exact.rounded(digits * 2**34)
         assert total.item() == value * 2.0**34

@@ -19,9 +19,9 @@ from megatron_fspo.parallel.control import Control
 from megatron_fspo.parallel.groups import (
     ParallelGroups,
     any_rank,
+    broadcast_first,
     gather_lists,
     means,
-    of_first_rank,
     share,
     sum_metrics,
 )
@@ -29,7 +29,7 @@ from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
 from megatron_fspo.rollout.client.scatter import scatter_completions
 from megatron_fspo.trainer.advantages import add_advantages
 from megatron_fspo.trainer.optimize import check_kl
-from megatron_fspo.trainer.rollout import COLUMNS, rollout_of
+from megatron_fspo.trainer.rollout import COLUMNS, make_rollout
 from megatron_fspo.types import Completion, Prompt, VersionSpan
 
 
@@ -117,10 +117,10 @@ def check_one_decides() -> None:
     """The first rank's tensor on all; nothing is changed in place, no gradient passes."""
     world, rank = dist.get_world_size(), dist.get_rank()
     mine = torch.full((2, 3), float(rank), requires_grad=True).t()
-    got = of_first_rank(mine, dist.group.WORLD)
+    got = broadcast_first(mine, dist.group.WORLD)
     assert (got == 0).all() and got.shape == (3, 2) and (mine == rank).all()
-    assert got.requires_grad is (world == 1) and of_first_rank(mine) is mine
-    assert of_first_rank(torch.zeros(4, 0), dist.group.WORLD).shape == (4, 0)
+    assert got.requires_grad is (world == 1) and broadcast_first(mine) is mine
+    assert broadcast_first(torch.zeros(4, 0), dist.group.WORLD).shape == (4, 0)
 
 
 def check_metrics() -> None:
@@ -210,7 +210,7 @@ def check_first_rank_decides_on_advantages() -> None:
     table[:, COLUMNS.index("rewards")] = torch.tensor([1.0, 1.0, 0.0, 1.0])
     table[0, COLUMNS.index("rewards")] += 2**-52 * rank
     prompts = [Prompt(index=i, token_ids=(1,), text="", answer="") for i in range(2)]
-    got = add_advantages(inputs, groups, rollout_of(prompts, 2, table, {}))
+    got = add_advantages(inputs, groups, make_rollout(prompts, 2, table, {}))
     assert got.has_variance.tolist() == [False, True] and got.advantages.tolist() == [0.0, 0.0, -1.0, 1.0]
 
 

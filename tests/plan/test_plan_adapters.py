@@ -15,7 +15,7 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.lab.plan.presets import PRESETS
 from megatron_fspo.lab.plan.shape import Shape
 from megatron_fspo.lab.plan.state import checkpoint_bytes, state
-from megatron_fspo.mcore.machine.sizes import adapters_of
+from megatron_fspo.mcore.machine.sizes import make_adapters
 from megatron_fspo.weights import adapter_shapes
 
 
@@ -23,7 +23,7 @@ def test_gradients_and_optimizer_are_of_adapters_only() -> None:
     arch = PRESETS["qwen3-1.7b"]
     parallel = Parallel(tensor=2, sequence=True)
     whole = Shape(arch=arch, parallel=parallel, world=2, dtype=torch.bfloat16, layers="local", device="cuda")
-    adapted = replace(whole, arch=replace(arch, adapters=adapters_of(LoRA(rank=16), arch)))
+    adapted = replace(whole, arch=replace(arch, adapters=make_adapters(LoRA(rank=16), arch)))
     factors = {name: math.prod(shape) for name, shape in adapter_shapes(adapted.arch).items()}
     # Of a layer cut by its outputs B is cut, of the others A.
     cut = sum(
@@ -40,11 +40,11 @@ def test_gradients_and_optimizer_are_of_adapters_only() -> None:
 
 def test_experts_have_none() -> None:
     arch = PRESETS["qwen3-30b-a3b"]
-    adapters = adapters_of(LoRA(rank=4, alpha=8, rslora=True), arch)
+    adapters = make_adapters(LoRA(rank=4, alpha=8, rslora=True), arch)
     assert adapters is not None and adapters.targets == ("q", "k", "v", "o") and adapters.scale == 4.0
     with pytest.raises(InputError, match=r"lora\.targets: gate"):
-        adapters_of(LoRA(rank=4, targets=("q", "gate")), arch)
-    assert adapters_of(LoRA(), arch) is None
+        make_adapters(LoRA(rank=4, targets=("q", "gate")), arch)
+    assert make_adapters(LoRA(), arch) is None
 
 
 def test_keys_do_nothing_without_a_rank() -> None:

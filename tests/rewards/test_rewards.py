@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.rewards import get_reward, register
-from megatron_fspo.rewards.registry import module_of
+from megatron_fspo.rewards.registry import find_module
 from megatron_fspo.types import Completion, Prompt
 
 STOPPED = Completion(token_ids=(12,), log_probs=(-0.1,), finish_reason="stop", weight_version=0)
@@ -97,12 +97,12 @@ def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
         register("half")(lambda prompt, completion, response: 1.0)
     assert get_reward("half") is half
     assert reward_of("half", "", "") == 0.5
-    assert module_of("half") == __name__
+    assert find_module("half") == __name__
     for module in ("__main__", "made_for_test"):
         monkeypatch.setitem(sys.modules, "made_for_test", ModuleType("made_for_test"))
         half.__module__ = module
         with pytest.raises(InputError, match=rf"cannot import '{module}': .* reward\.in_process"):
-            module_of("half")
+            find_module("half")
 
 
 @pytest.fixture

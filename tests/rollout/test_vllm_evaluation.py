@@ -20,7 +20,7 @@ from megatron_fspo.mcore.machine.backend import choose_backend
 from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import Pending
 from megatron_fspo.rollout.sampling import stream_seed
-from megatron_fspo.trainer.evaluate import _SEED_OFFSET, evaluate, portions, responses_of, sample_and_grade
+from megatron_fspo.trainer.evaluate import _SEED_OFFSET, evaluate, num_responses, portions, sample_and_grade
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.types import Completion, Prompt
 
@@ -145,7 +145,7 @@ def test_in_a_run_it_gives_metrics_and_the_first_responses(tmp_path: Path) -> No
             began = time.monotonic()
             result = evaluate(one, engine, engine.groups, grader, done.append)
             assert 1 <= time.monotonic() - began < 10
-    assert sum(done) == responses_of(one) == RESPONSES
+    assert sum(done) == num_responses(one) == RESPONSES
     kept = [*((i, 0) for i in range(PROMPTS)), (5, 1), (6, 1), (5, 2)]
     assert [(row["prompt"], row["token_ids"], row["weight_version"]) for row in result.responses] == [
         (str(i), list(tokens(i, n)), 5) for i, n in kept

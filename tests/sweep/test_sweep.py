@@ -18,7 +18,7 @@ from megatron_fspo.config.loading import load_config, make_config
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.lab.report.history import History, Records, steady
 from megatron_fspo.lab.report.samples import AccuracyChange, accuracy_change, first_and_last_samples
-from megatron_fspo.lab.sweep.file import Sweep, config_of, planned, read_sweep
+from megatron_fspo.lab.sweep.file import Sweep, make_run_config, planned, read_sweep
 from megatron_fspo.lab.sweep.processes import make, matched_loss
 from megatron_fspo.lab.sweep.summary import summarize, table
 from report_runs import records_from
@@ -51,16 +51,16 @@ def test_every_seed_has_every_arm_and_the_one_to_match_comes_first(tmp_path: Pat
     sweep = sweep_of(tmp_path, ARMS)
     runs = list(planned(sweep))
     assert [run.name for run in runs] == ["rloo-3", "fspo-3", "rloo-1", "fspo-1"]
-    fspo, _ = config_of(sweep, runs[1])
+    fspo, _ = make_run_config(sweep, runs[1])
     assert (fspo.run.name, fspo.run.seed, fspo.run.steps) == ("fspo-3", 3, 4)
     assert fspo.run_folder == tmp_path / "runs/fspo-3"
     assert (fspo.loss.name, fspo.loss.c_low, fspo.loss.c_high) == ("fspo", 0.02, 0.04)
     # A loss of another name begins from its own defaults.
-    rloo, files = config_of(sweep, runs[0])
+    rloo, files = make_run_config(sweep, runs[0])
     assert (rloo.loss.name, rloo.loss.eps_low, rloo.loss.eps_high) == ("rloo", 0.2, 0.1)
     assert [file.name for file in files] == ["run.toml", "rloo-3.toml"]
     with_words = sweep.model_copy(update={"words": ("--run.steps", "9")})
-    assert config_of(with_words, runs[0])[0].run.steps == 9
+    assert make_run_config(with_words, runs[0])[0].run.steps == 9
     with pytest.raises(InputError, match=r"nowhere\.toml: No such file"):
         read_sweep(tmp_path / "nowhere.toml")
 

@@ -35,7 +35,7 @@ from megatron_fspo.record.records import Recorder, clip_metrics
 from megatron_fspo.trainer import rollout as rollout_module
 from megatron_fspo.trainer.correction import Rule, correct
 from megatron_fspo.trainer.mismatch import measure
-from megatron_fspo.trainer.rollout import Rollout, describe, rollout_of, with_advantages
+from megatron_fspo.trainer.rollout import Rollout, describe, make_rollout, with_advantages
 from megatron_fspo.types import Completion, Prompt, Routing
 from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import SMALL, random_weights
@@ -85,7 +85,7 @@ def rollout_and_completions(policy: Policy) -> tuple[Rollout, list[Completion]]:
         completions.append(completion)
         if groups.is_replica_leader and owner == groups.dp.rank():
             held[number] = completion
-    rollout = rollout_of(prompts, SAMPLES, torch.tensor(table, dtype=torch.float64), held)
+    rollout = make_rollout(prompts, SAMPLES, torch.tensor(table, dtype=torch.float64), held)
     pattern = torch.tensor([1.0, 0.0, -1.5])
     return with_advantages(rollout, torch.tensor(HAS_VARIANCE)[:, None] * pattern), completions
 
@@ -104,7 +104,7 @@ def settings(policy: Policy, loss: PolicyLossConfig, share: Any = "auto") -> Any
 
 
 def layout_for(policy: Policy, config: Any) -> PackLayout:
-    return rollout_module.layout_of(config, policy.arch, policy.groups, policy.backend)
+    return rollout_module.make_layout(config, policy.arch, policy.groups, policy.backend)
 
 
 def moved(micro_batches: MicroBatches, scores: list[Tensor], seed: float) -> list[Tensor]:

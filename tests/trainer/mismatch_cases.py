@@ -11,7 +11,7 @@ import torch
 
 from megatron_fspo.packing.batch import MicroBatches
 from megatron_fspo.record.records import SequenceRecord
-from megatron_fspo.trainer.rollout import Rollout, describe, rollout_of, with_advantages
+from megatron_fspo.trainer.rollout import Rollout, describe, make_rollout, with_advantages
 from megatron_fspo.types import Completion, Prompt, Sample
 from packs import make_micro_batches
 
@@ -50,7 +50,7 @@ def responses(scale: float = 0.1, shift: float = 0.0) -> tuple[list[Sample], lis
 def as_rollout(samples: Sequence[Sample], per_prompt: int = 1) -> Rollout:
     """All on data-parallel rank 0; ``per_prompt`` samples to each prompt, one after the other."""
     table = [describe(s.completion, 0, s.reward, s.reward) for s in samples]
-    rollout = rollout_of(
+    rollout = make_rollout(
         [s.prompt for s in samples[::per_prompt]],
         per_prompt,
         torch.tensor(table, dtype=torch.float64),

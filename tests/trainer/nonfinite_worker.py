@@ -28,7 +28,7 @@ from megatron_fspo.mcore.model.policy import Policy
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.trainer.batch import TrainingBatch
 from megatron_fspo.trainer.optimize import update
-from megatron_fspo.trainer.rollout import layout_of, make_mini_batches, with_advantages
+from megatron_fspo.trainer.rollout import make_layout, make_mini_batches, with_advantages
 from megatron_fspo.trainer.training import State
 from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import SMALL, random_weights, with_layers
@@ -109,7 +109,7 @@ class Situation:
             groups=self.groups,
             scoring=scoring(policy),
             state=State(step=2, loss=LOSS.start(longest=100), norms=deque(), skips_in_a_row=0, saved=0),
-            layout=layout_of(config, self.arch, self.groups, self.backend),
+            layout=make_layout(config, self.arch, self.groups, self.backend),
             log=SimpleNamespace(say=said.append, warn=lambda _, text: said.append(text)),
             said=said,
         )

@@ -23,13 +23,13 @@ EDITS = {
 PROGRAM = """
 import torch
 from megatron_fspo.rollout.client.scatter import _decode, _encode
-from megatron_fspo.trainer.rollout import COLUMNS, describe, join, rollout_of, select
+from megatron_fspo.trainer.rollout import COLUMNS, describe, join, make_rollout, select
 from megatron_fspo.types import Completion, Prompt
 
 one = Completion(token_ids=[1], log_probs=[0.0], finish_reason="stop", weight_version=0, effort=0.75)
 assert _decode(_encode([one])) == [one]
 table = torch.tensor([describe(one, 0), describe(one, 1)], dtype=torch.float64)
-rollout = rollout_of([Prompt(index=0, token_ids=(1,), text="", answer="")], 2, table, {0: one})
+rollout = make_rollout([Prompt(index=0, token_ids=(1,), text="", answer="")], 2, table, {0: one})
 assert select(join([rollout, rollout]), [1]).effort.tolist() == [0.75, 0.75] and "effort" in COLUMNS
 """
 

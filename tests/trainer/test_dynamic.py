@@ -16,7 +16,7 @@ from megatron_fspo.trainer.rollout import (
     Rollout,
     describe,
     join,
-    rollout_of,
+    make_rollout,
     select,
     with_advantages,
 )
@@ -51,7 +51,7 @@ def make(varied: list[bool], serial: Any, *, rank: int = 0) -> Rollout:
                 held[len(table)] = completion
             advantages.append((0.5 - i) * flag * (1 + token))
             table.append(describe(completion, owner, float(token), float(token)))
-    rollout = rollout_of(prompts, SAMPLES, torch.tensor(table, dtype=torch.float64), held)
+    rollout = make_rollout(prompts, SAMPLES, torch.tensor(table, dtype=torch.float64), held)
     return with_advantages(rollout, torch.tensor(advantages, dtype=torch.float64))
 
 

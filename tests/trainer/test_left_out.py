@@ -16,7 +16,7 @@ import torch
 from launch import found_by
 from left_out_worker import HAS_VARIANCE, LAYOUTS, LOSSES, PROMPTS, SAMPLES
 from megatron_fspo.trainer.metrics import router_metrics
-from megatron_fspo.trainer.rollout import COLUMNS, describe, rollout_of, sampling_metrics, with_advantages
+from megatron_fspo.trainer.rollout import COLUMNS, describe, make_rollout, sampling_metrics, with_advantages
 from megatron_fspo.types import Completion, Prompt
 from metrics_page import unknown
 
@@ -122,7 +122,7 @@ def test_statistics_of_sampling_are_over_all_responses() -> None:
     table[:, COLUMNS.index("lengths")] = torch.arange(8.0)
     table[:, COLUMNS.index("rewards")] = torch.tensor([1.0, 0, 0.5, 0.5, 1, 1, 1, 1])
     prompts = [Prompt(index=i, token_ids=(1,) * (i + 1), text="", answer="") for i in range(2)]
-    rollout = rollout_of(prompts, 4, table, {})
+    rollout = make_rollout(prompts, 4, table, {})
     metrics = sampling_metrics(with_advantages(rollout, torch.tensor([[0.5, -0.5, 0, 0], [0.0] * 4])))
     assert metrics["critic/rewards/mean"] == 0.75 and metrics["response_length/mean"] == 3.5
     assert metrics["prompt_length/mean"] == 1.5 and metrics["critic/advantages/mean"] == 0
@@ -140,7 +140,7 @@ def test_responses_without_routes_are_counted(routed: list[int], share: float | 
     without = Completion(
         token_ids=[1], log_probs=[0.0], finish_reason="stop", weight_version=0, route_problem="none came"
     )
-    rollout = rollout_of([Prompt(index=0, token_ids=(1,), text="", answer="")], 4, table, {1: without})
+    rollout = make_rollout([Prompt(index=0, token_ids=(1,), text="", answer="")], 4, table, {1: without})
     said: list[str] = []
     log: Any = SimpleNamespace(remind=lambda topic, step, text: said.append(text))
     batch: Any = SimpleNamespace(rollout=rollout, routers=REPORT)

@@ -13,7 +13,7 @@ import torch
 
 from megatron_fspo.lab.explain.dump import read_dump
 from megatron_fspo.objective.surrogate import LossTerms
-from megatron_fspo.record.records import Recorder, SequenceRecord, as_tensors, clip_metrics, sigma_of
+from megatron_fspo.record.records import Recorder, SequenceRecord, as_tensors, clip_metrics, estimate_sigma
 from megatron_fspo.record.tokens import drop_later, write_tokens
 from mismatch_cases import record, sample
 from packs import collate
@@ -135,9 +135,9 @@ def test_nobody_has_an_advantage() -> None:
 
 def test_sigma() -> None:
     records = [record(4, 0.2, 1.0), record(16, -0.4, 1.0), record(100, math.inf, 1.0), record(0, 0.0, 1.0)]
-    assert sigma_of(records) == pytest.approx(0.1 / 0.6744897501960817)
-    assert sigma_of(records, exponent=0.0) == pytest.approx(0.3 / 0.6744897501960817)
-    assert sigma_of(records[2:]) is None and sigma_of([]) is None
+    assert estimate_sigma(records) == pytest.approx(0.1 / 0.6744897501960817)
+    assert estimate_sigma(records, exponent=0.0) == pytest.approx(0.3 / 0.6744897501960817)
+    assert estimate_sigma(records[2:]) is None and estimate_sigma([]) is None
 
 
 def test_records_carry_what_the_loss_said() -> None:

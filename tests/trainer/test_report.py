@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.lab.report import drawing, pictures
-from megatron_fspo.lab.report.figures import exponent_of, machines, phases
+from megatron_fspo.lab.report.figures import exponent_by_step, machines, phases
 from megatron_fspo.lab.report.history import History, Series, pooled_lre, read_records
 from megatron_fspo.lab.report.page import write_report
 from megatron_fspo.lab.report.samples import before_after, shortened
@@ -253,12 +253,12 @@ def test_long_texts_keep_both_ends() -> None:
 
 
 def test_the_exponent_has_an_interval_or_a_reason(tmp_path: Path) -> None:
-    found = exponent_of(read_records(write_run(make_config(tmp_path), steps=20)))
+    found = exponent_by_step(read_records(write_run(make_config(tmp_path), steps=20)))
     assert not isinstance(found, str)
     low, high = found.interval
     assert low < found.value < high and low < 0.5 < high, "S is a random walk there"
     alike = records_from([5] * 8, [False] * 8, [False] * 8, [1.0] * 8, sums=[0.1] * 8)
-    assert exponent_of(alike) == "1 independent groups of sequences; an interval needs at least 3"
+    assert exponent_by_step(alike) == "1 independent groups of sequences; an interval needs at least 3"
 
 
 def test_routers_have_pictures(tmp_path: Path) -> None:

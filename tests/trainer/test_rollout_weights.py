@@ -23,7 +23,7 @@ from megatron_fspo.objective.surrogate import PolicyObjective, SequenceLevel
 from megatron_fspo.packing.batch import MicroBatch, MicroBatches
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.record.records import Recorder
-from megatron_fspo.trainer.correction import Rule, correct, effective_share, little_is_left, weights_of
+from megatron_fspo.trainer.correction import Rule, compute_weights, correct, effective_share, little_is_left
 from megatron_fspo.trainer.mismatch import measure
 from mismatch_cases import ALONE, LENGTHS, PACKS, packed, responses
 
@@ -127,7 +127,7 @@ def of_noise(spread: float, length: int) -> tuple[float, float]:
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(400_000, generator=generator, dtype=torch.float64)
     sums = noise * spread - spread**2 / 2
-    weight, _ = weights_of(SequenceTIS(cap=2.0), sums, torch.full_like(sums, length))
+    weight, _ = compute_weights(SequenceTIS(cap=2.0), sums, torch.full_like(sums, length))
     count = torch.tensor(len(weight))
     return weight.mean().item(), effective_share(weight.sum(), weight.square().sum(), count)
 

@@ -12,7 +12,7 @@ import torch
 
 from configs import make_config
 from launch import forked, why
-from megatron_fspo.mcore.machine.backend import choose_backend, peak_of, peak_tflops
+from megatron_fspo.mcore.machine.backend import choose_backend, find_peak, peak_tflops
 from megatron_fspo.trainer.metrics import profiled, table
 from megatron_fspo.weights import Architecture
 from megatron_fspo.weights.architecture import forward_flops
@@ -39,7 +39,7 @@ def test_flops_by_hand() -> None:
 
 def test_what_a_gpu_can_do_is_known_by_its_name() -> None:
     peaks = {"H100 80GB HBM3": 989.0, "H100 PCIe": 756.0, "H200": 989.0, "H20": 148.0, "T4": None}
-    assert {name: peak_of(f"NVIDIA {name}") for name in peaks} == peaks
+    assert {name: find_peak(f"NVIDIA {name}") for name in peaks} == peaks
     assert peak_tflops(choose_backend("cpu"), torch.bfloat16) is None
 
 

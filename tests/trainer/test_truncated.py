@@ -11,7 +11,7 @@ from launch import REPO
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.objective import group_normalized_advantages, leave_one_out_advantages
-from megatron_fspo.trainer.advantages import advantages_of
+from megatron_fspo.trainer.advantages import compute_advantages
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.5, 0.25, 1.0, 0.0]], dtype=torch.float64)
 CUT = torch.tensor([[False, False, True, False], [True, False, True, True]])
@@ -23,15 +23,15 @@ def config(truncated: str, advantage: str = "leave_one_out") -> Config:
 
 
 def test_zero_advantage_leaves_their_reward_in_the_mean() -> None:
-    assert torch.equal(advantages_of(config("keep"), REWARDS, CUT), leave_one_out_advantages(REWARDS))
-    found = advantages_of(config("zero_advantage"), REWARDS, CUT)
+    assert torch.equal(compute_advantages(config("keep"), REWARDS, CUT), leave_one_out_advantages(REWARDS))
+    found = compute_advantages(config("zero_advantage"), REWARDS, CUT)
     assert torch.equal(found, torch.where(CUT, 0.0, leave_one_out_advantages(REWARDS)))
 
 
 @pytest.mark.parametrize("advantage", ["leave_one_out", "group_normalized"])
 def test_dropped_they_count_nowhere(advantage: str) -> None:
     estimate = leave_one_out_advantages if advantage == "leave_one_out" else group_normalized_advantages
-    found = advantages_of(config("drop", advantage), REWARDS, CUT)
+    found = compute_advantages(config("drop", advantage), REWARDS, CUT)
     assert torch.equal(found[0, [0, 1, 3]], estimate(REWARDS[:1, [0, 1, 3]])[0])
     assert found[0, 2] == 0
     assert torch.equal(found[1], torch.zeros(4, dtype=torch.float64)), "nothing to compare the last one with"
@@ -54,7 +54,7 @@ def test_advantages_of_a_group(groups: list[tuple[list[int], list[bool]]], trunc
     """They are 0 for who teaches nothing; without a mask, and where some are dropped, they sum to 0."""
     rewards = torch.tensor([rewards for rewards, _ in groups], dtype=torch.float64)
     cut = torch.tensor([cut for _, cut in groups])
-    found = advantages_of(config(truncated), rewards, cut)
+    found = compute_advantages(config(truncated), rewards, cut)
     assert found.shape == rewards.shape and found.isfinite().all()
     if truncated != "keep":
         assert not found[cut].any()

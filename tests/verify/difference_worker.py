@@ -31,7 +31,7 @@ from megatron_fspo.mcore.model.policy import Policy
 from megatron_fspo.mcore.passes.decode import Decoder
 from megatron_fspo.objective import surrogate
 from megatron_fspo.objective.calibration import BandCalibrator
-from megatron_fspo.parallel.groups import ParallelGroups, gather_lists, of_first_rank, share
+from megatron_fspo.parallel.groups import ParallelGroups, broadcast_first, gather_lists, share
 from megatron_fspo.record.records import SequenceRecord
 from megatron_fspo.rollout import embedded
 from megatron_fspo.rollout.embedded import EmbeddedEngine
@@ -120,7 +120,7 @@ class Place:
         copies = [(row, gradient.clone()) for row, gradient in outcome.gradients]
         # The records of a training run are those of the first tensor-parallel rank.
         rows = torch.stack([outcome.log_ratio_sums, outcome.clipped, outcome.out_of_band.double()])
-        sums, clipped, outside = of_first_rank(rows, self.groups.tp)
+        sums, clipped, outside = broadcast_first(rows, self.groups.tp)
         return replace(
             outcome, gradients=copies, log_ratio_sums=sums, clipped=clipped, out_of_band=outside > 0
         )
@@ -136,7 +136,7 @@ class Place:
             tokens = self.step("dapo", set())
             found["tokens"] = unlike(tokens, self.step("dapo", {*SEQUENCE}))
         if cp > 1 and tp == 1:  # with tensor parallel it would abort the job, or hang it
-            with wrap(policy_loss, "of_first_rank", lambda real, values, *groups: values):
+            with wrap(policy_loss, "broadcast_first", lambda real, values, *groups: values):
                 found["S, and each decides for itself"] = unlike(clean, self.step("fspo", {"S"}))
         found |= {"c": self.calibrated(), "gate": self.gate(), "draws": self.drawn()}
         return {name: gathered(problems) for name, problems in found.items()}

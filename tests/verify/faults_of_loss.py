@@ -109,7 +109,7 @@ def prefix_one_chunk_off(real: Any, sums: Tensor, group: Any) -> Tensor:
     return real(sums, group).roll(1, 0) if sums.dim() == 4 and len(sums) == 4 else real(sums, group)
 
 
-@fault(SP, "clip", segments, "_of_earlier_blocks", loss="ctpo")
+@fault(SP, "clip", segments, "_sum_earlier", loss="ctpo")
 def prefix_of_a_row(real: Any, totals: Tensor, owner: Tensor) -> Tensor:
     """CTPO: prefixes restart with every row of a trajectory"""
     return torch.zeros_like(totals)

@@ -117,7 +117,7 @@ def packed_as_one(real: Any, **kwargs: Any) -> Any:
     return real(**kwargs | both | dict.fromkeys(["max_seqlen_q", "max_seqlen_kv"], int(borders[-1])))
 
 
-@fault(TP, "head", packed_attention, "calls_of")
+@fault(TP, "head", packed_attention, "make_calls")
 def future_visible(real: Any, *args: Any) -> Any:
     """Attention is not causal"""
     return [call._replace(causal=False) for call in real(*args)]
@@ -135,7 +135,7 @@ def weights_of_a_rank(real: Any, self: Any) -> None:
 # Shared prompts.
 
 
-@fault(TP, "attention", packed_attention, "calls_of", share=True)
+@fault(TP, "attention", packed_attention, "make_calls", share=True)
 def prefix_not_seen(real: Any, *args: Any) -> Any:
     """Responses see only the last token of a shared prompt"""
     return real(*args)[:1]

@@ -20,7 +20,7 @@ from megatron_fspo.mcore.machine.backend import choose_backend
 from megatron_fspo.mcore.machine.startup import join, start, stop
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.verify.cases import TEMPERATURE, cases, make_routes, make_samples, random_weights
-from megatron_fspo.verify.layouts import Layout, model_of, parse_layout
+from megatron_fspo.verify.layouts import Layout, choose_model, parse_layout
 from megatron_fspo.verify.production import build
 from megatron_fspo.verify.reference import Reference
 from megatron_fspo.verify.run import check_cases, references
@@ -60,7 +60,7 @@ class FaultyLayout:
 def on_layout(name: str, faults: dict[str, Fault]) -> dict[str, dict[str, object]]:
     """Each fault in both precisions, then each of their cases without it."""
     layout = parse_layout(name, world_size=dist.get_world_size())
-    arch = model_of(layout, None)
+    arch = choose_model(layout, None)
     models = {replace(arch, tied=fault.tied) for fault in faults.values()}
     asked = [replace(CASES[f.loss], replay=f.replay) for f in faults.values()]
     wanted = references(models, [], asked, TEMPERATURE)

@@ -15,7 +15,7 @@ from verify_records import OUTCOME, WANT
 
 from megatron_fspo.verify.cases import SMALL
 from megatron_fspo.verify.compare import Errors, compare
-from megatron_fspo.verify.production import Outcome, shard_of
+from megatron_fspo.verify.production import Outcome, cut_shard
 from megatron_fspo.verify.reference import Reference
 from megatron_fspo.weights import Row, expected_hf_shapes, resolve
 
@@ -43,7 +43,7 @@ def reference(**gradients: Tensor) -> Reference:
 def gradient(name: str, owner: Any, want: Reference) -> tuple[Row, Tensor]:
     """This rank's part of a parameter, right."""
     row = resolve(name, owner.arch)
-    return row, shard_of(row, want.gradients, owner).clone()
+    return row, cut_shard(row, want.gradients, owner).clone()
 
 
 def of_one(name: str, change: Any, want: Reference | None = None) -> Any:
@@ -165,7 +165,7 @@ def test_parts_of_a_parameter_are_put_together(monkeypatch: pytest.MonkeyPatch) 
     found[1][0][1].mul_(3)  # rank 1's query groups
     errors = of_ranks(monkeypatch, want, *zip(owners, found, strict=True))
     error = errors.gradients["model.layers.0.self_attn.q_proj.weight"]
-    mine, other = (shard_of(found[0][0][0], want.gradients, owner).square().sum() for owner in owners)
+    mine, other = (cut_shard(found[0][0][0], want.gradients, owner).square().sum() for owner in owners)
     assert error.factor == pytest.approx(((mine + 3 * other) / (mine + other)).item())
     assert error.unlike > 0.1
     assert error.copies == 0, "different parts have different norms"

@@ -14,7 +14,7 @@ from megatron_fspo.config import Parallel
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.machine.sizes import check_parallel
 from megatron_fspo.verify.cases import MIXTURE, SMALL, with_layers
-from megatron_fspo.verify.layouts import Layout, all_layouts, model_of, parse_layout
+from megatron_fspo.verify.layouts import Layout, all_layouts, choose_model, parse_layout
 
 
 @st.composite
@@ -111,13 +111,13 @@ def test_layouts_of_experts(world_size: int, fewest: int) -> None:
     assert len(experts) >= fewest and len({layout.name for layout in small}) == len(small)
     assert [layout for layout in small if not layout.moe] == all_layouts(SMALL, world_size=world_size)
     for layout in experts:
-        assert model_of(layout, None).experts is not None
+        assert choose_model(layout, None).experts is not None
     # A run's own experts are in all of its layouts, and sequence parallel beside tensor parallel.
     own = all_layouts(MIXTURE, world_size=world_size)
     assert {layout.name for layout in experts if layout.parallel.expert > 1} <= {one.name for one in own}
     assert all(layout.parallel.sequence for layout in own if layout.parallel.tensor > 1)
     with pytest.raises(InputError, match=r"^layout moe\.dp2: the model has no experts$"):
-        model_of(parse_layout("moe", world_size=2), SMALL)
+        choose_model(parse_layout("moe", world_size=2), SMALL)
 
 
 def test_all_layouts_of_8_ranks() -> None:

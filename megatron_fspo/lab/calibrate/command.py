@@ -19,7 +19,7 @@ from megatron_fspo.lab.calibrate.passes import Measured, PassDifference, measure
 from megatron_fspo.objective import ClipBand, FSPOBand
 from megatron_fspo.objective.calibration import fit_exponent
 from megatron_fspo.objective.fairness import length_bins
-from megatron_fspo.objective.noise import noise_of, two_sigma
+from megatron_fspo.objective.noise import measure_noise, two_sigma
 from megatron_fspo.trainer.noise import (
     AtLength,
     Calibration,
@@ -66,7 +66,7 @@ def run(inputs: Inputs, recipes: Sequence[str], responses: Path | None) -> Calib
     measured = measure(inputs, emulated, given)
     if not writer:
         return None
-    calibration = calibration_of(measured, config, device=str(inputs.backend.device.type))
+    calibration = make_calibration(measured, config, device=str(inputs.backend.device.type))
     (config.run_folder / FILE).write_text(calibration.model_dump_json(indent=1) + "\n", encoding="utf-8")
     write_page(calibration, config.run_folder / PAGE)
     return calibration
@@ -92,7 +92,7 @@ def band_of_run(config: Config) -> FSPOBand:
     return band
 
 
-def calibration_of(measured: Measured, config: Config, *, device: str) -> Calibration:
+def make_calibration(measured: Measured, config: Config, *, device: str) -> Calibration:
     """Return all figures, with intervals from resampled prompts."""
     band = band_of_run(config)
     lengths = measured.lengths
@@ -132,12 +132,12 @@ def _record(difference: PassDifference, measured: Measured, band: ClipBand, long
     at, (flipped, part) = lengths_up_to(longest), difference.flips[:, keep]
     flips = None
     if flipped.any():
-        (without,) = resample_groups(lambda s, n: [noise_of(s, n).sigma], sums - part, lengths, groups)
+        (without,) = resample_groups(lambda s, n: [measure_noise(s, n).sigma], sums - part, lengths, groups)
         share = (flipped.sum() / lengths.sum()).item()
         flips = FlipNoise(tokens=share, sigma_without=interval(without))
 
     def statistics(some: Tensor, of: Tensor) -> Sequence[float]:
-        noise = noise_of(some, of)
+        noise = measure_noise(some, of)
         return [
             noise.sigma,
             noise.drift,
@@ -150,7 +150,7 @@ def _record(difference: PassDifference, measured: Measured, band: ClipBand, long
 
     estimates = resample_groups(statistics, sums, lengths, groups)
     sigma, drift, exponent, overtakes, smallest, centred, *rates = map(interval, estimates)
-    whole = noise_of(sums, lengths)
+    whole = measure_noise(sums, lengths)
     return NoiseRecord(
         kind=difference.kind,
         precision=difference.precision,
@@ -178,7 +178,7 @@ def checks(sums: Tensor, lengths: Tensor, groups: Tensor, band: ClipBand) -> lis
         return []
     predicted = torch.zeros(len(sums), dtype=torch.float64)
     for mine, other in (halves, halves[::-1]):
-        predicted[mine] = noise_of(sums[other], lengths[other]).clip_rates(lengths[mine], band)
+        predicted[mine] = measure_noise(sums[other], lengths[other]).clip_rates(lengths[mine], band)
     low, high = (edge.double() for edge in band.bounds(lengths.double()))
     outside = ((sums < low) | (sums > high)).double()
     bins = length_bins(lengths, _BINS)

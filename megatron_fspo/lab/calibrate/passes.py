@@ -34,7 +34,7 @@ from megatron_fspo.trainer.mismatch import per_sample
 from megatron_fspo.trainer.noise import own_precision
 from megatron_fspo.trainer.optimize import OptimizerStep, update
 from megatron_fspo.trainer.prepare import Inputs
-from megatron_fspo.trainer.rollout import Rollout, describe, make_mini_batches, rollout_of, with_advantages
+from megatron_fspo.trainer.rollout import Rollout, describe, make_mini_batches, make_rollout, with_advantages
 from megatron_fspo.trainer.sampling import collect_and_grade
 from megatron_fspo.trainer.training import Training
 from megatron_fspo.types import Completion, Prompt
@@ -297,4 +297,4 @@ def as_rollout(rows: list[Row], groups: ParallelGroups) -> Rollout:
     held = (
         {i: one for i, one in enumerate(completions) if i % size == rank} if groups.is_replica_leader else {}
     )
-    return rollout_of(prompts, 1, table.double(), held)
+    return make_rollout(prompts, 1, table.double(), held)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.lab.explain.dump import read_dump
-from megatron_fspo.lab.explain.explanation import Explanation, explanation_of
+from megatron_fspo.lab.explain.explanation import Explanation, explain_dump
 from megatron_fspo.lab.explain.losses import known_for, with_limits
 from megatron_fspo.lab.explain.rows import given_names
 from megatron_fspo.lab.explain.text import as_json, outcomes
@@ -27,7 +27,7 @@ def explain(
     if rate is not None and not 0 < rate < 1:
         raise InputError(f"--rate {rate:g}: must be a share between 0 and 1, such as 0.1")
     dump = read_dump(path, names, step)
-    return explanation_of(dump, known_for(dump, losses), rate)
+    return explain_dump(dump, known_for(dump, losses), rate)
 
 
 def write(explanation: Explanation, folder: Path) -> str:

@@ -54,7 +54,7 @@ class Halves:
         return Halves(first=self.first[rows], second=self.second[rows], lengths=self.lengths[rows])
 
 
-def halves_of(log_ratios: Tensor, lengths: Tensor) -> Halves:
+def split_halves(log_ratios: Tensor, lengths: Tensor) -> Halves:
     """Return the halves of responses from the log-ratios [T] of their tokens, response by response, in nats,
     and all lengths L [N]; responses of one token are left out."""
     ends = lengths.cumsum(0)
@@ -133,7 +133,7 @@ class Parts:
     """The a of spread(S) ∝ L^a at the median."""
 
 
-def blocks_of(clusters: Tensor) -> Tensor:
+def assign_blocks(clusters: Tensor) -> Tensor:
     """Return [N] the block of each row, for intervals: all rows of a cluster in one."""
     positions: Tensor = torch.unique(clusters, return_inverse=True)[1]
     return positions % _BLOCKS
@@ -142,7 +142,7 @@ def blocks_of(clusters: Tensor) -> Tensor:
 def growth(log_ratio_sums: Tensor, lengths: Tensor, clusters: Tensor) -> Exponent | str:
     """Return a in spread(S) ∝ L^a of S [N] and L [N], by clusters [N]; or why it cannot be measured."""
     try:
-        return measure_exponent(log_ratio_sums, lengths, blocks_of(clusters))
+        return measure_exponent(log_ratio_sums, lengths, assign_blocks(clusters))
     except ValueError as error:
         return str(error)
 
@@ -150,8 +150,8 @@ def growth(log_ratio_sums: Tensor, lengths: Tensor, clusters: Tensor) -> Exponen
 def take_apart(log_ratios: Tensor, lengths: Tensor, clusters: Tensor) -> Parts | None:
     """Return the parts of S, from the log-ratios [T] of tokens, response by response, and lengths L [N]; None
     where too few responses or clusters differ. Rows of different clusters [N] int64 are independent."""
-    halves = halves_of(log_ratios, lengths)
-    blocks = blocks_of(clusters[lengths > 1])
+    halves = split_halves(log_ratios, lengths)
+    blocks = assign_blocks(clusters[lengths > 1])
     if len(blocks) < _LEAST or (last := int(blocks.max())) < _LEAST_BLOCKS - 1:
         return None
     try:

@@ -143,14 +143,14 @@ def read_dump(path: Path, given: Mapping[str, str], step: int | None = None) -> 
 
 
 def _as_tensors(path: Path, kept: list[_Response], left_out: dict[str, Any]) -> Dump:
-    def numbers_of(field: str) -> Tensor:
+    def collect(field: str) -> Tensor:
         return torch.tensor([getattr(one, field) for one in kept], dtype=torch.float64)
 
     def tokens(field: str) -> Tensor | None:
         arrays = [getattr(one, field) for one in kept]
         return None if arrays[0] is None else torch.from_numpy(np.concatenate(arrays))
 
-    rewards = numbers_of("reward")
+    rewards = collect("reward")
     clustered_by: Literal["prompt", "response", "row"] = "row"
     clusters = list(range(len(kept)))
     for field in ("prompt", "response"):
@@ -163,15 +163,15 @@ def _as_tensors(path: Path, kept: list[_Response], left_out: dict[str, Any]) -> 
         path=path,
         rows=torch.tensor([one.row for one in kept]),
         lengths=torch.tensor([one.length for one in kept]),
-        log_ratio_sum=numbers_of("log_ratio_sum"),
-        advantages=numbers_of("advantage"),
+        log_ratio_sum=collect("log_ratio_sum"),
+        advantages=collect("advantage"),
         rewards=None if rewards.isnan().all() else rewards,
         log_ratio=tokens("log_ratio"),
         old_log_probs=tokens("old_log_probs"),
         sampler_gap=tokens("sampler_gap"),
         updates=torch.tensor([one.update for one in kept]),
         flipped=torch.tensor([one.flipped for one in kept]),
-        flipped_log_ratio_sum=numbers_of("flipped_log_ratio_sum"),
+        flipped_log_ratio_sum=collect("flipped_log_ratio_sum"),
         clusters=torch.tensor(clusters),
         clustered_by=clustered_by,
         **left_out,
@@ -202,14 +202,14 @@ def _responses(
             if isinstance(fields.get("length"), float):
                 fields["length"] = _whole(fields["length"])
             if isinstance(fields.get("length"), list):
-                yield from _of_step(number, fields)
+                yield from _parse_step(number, fields)
             else:
                 yield _response(number, fields)
         except InputError as error:
             raise InputError(f"{location(path, number)}: {error}") from None
 
 
-def _of_step(number: int, fields: Mapping[str, Any]) -> Iterator[_Response]:
+def _parse_step(number: int, fields: Mapping[str, Any]) -> Iterator[_Response]:
     """The responses of a row that holds an optimizer step."""
     names = ("length", "log_ratio_sum", "advantage", "update", "flipped", "flipped_log_ratio_sum", "prompt")
     columns = {field: fields[field] for field in names if field in fields}

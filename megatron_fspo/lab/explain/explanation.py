@@ -14,7 +14,7 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.lab.explain.chance import Source, noise_alone
 from megatron_fspo.lab.explain.decomposition import Parts, growth, take_apart
 from megatron_fspo.lab.explain.dump import Dump
-from megatron_fspo.lab.explain.flips import Flips, flips_of
+from megatron_fspo.lab.explain.flips import Flips, measure_flips
 from megatron_fspo.lab.explain.losses import Decisions, factor_for, judge, reach
 from megatron_fspo.losses import PolicyLossConfig
 from megatron_fspo.objective import LengthReweightingError, length_reweighting_error
@@ -46,7 +46,7 @@ class LengthFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfLoss:
+class LossFigures:
     """Figures of a loss with the limits that are named. Shares are of all responses, but for ``clipped``, of
     those with A ≠ 0, and ``clipped_tokens``, of the response tokens."""
 
@@ -120,17 +120,17 @@ class Explanation:
     flips: Flips | None
     """The part of flipped routes; None without any."""
     noise_source: Source
-    given: tuple[OfLoss, ...]
+    given: tuple[LossFigures, ...]
     """With the limits that were asked for."""
     decisions: tuple[Decisions, ...]
     rate: float
     """The share outside at which losses are compared; NaN where there is none."""
-    matched: tuple[OfLoss, ...]
+    matched: tuple[LossFigures, ...]
     """With limits that give this rate; empty without one."""
     disagreements: tuple[Disagreement, ...]
 
 
-def explanation_of(dump: Dump, losses: Sequence[PolicyLossConfig], rate: float | None = None) -> Explanation:
+def explain_dump(dump: Dump, losses: Sequence[PolicyLossConfig], rate: float | None = None) -> Explanation:
     """Compare the losses, each with its limits, on a dump; ``rate`` is the out-of-band share at which they
     are compared, by default that of the first with its limits."""
     bins = length_bins(dump.lengths, NUM_BINS)
@@ -138,7 +138,7 @@ def explanation_of(dump: Dump, losses: Sequence[PolicyLossConfig], rate: float |
     reaches, noisy = ([reach(loss, some) for loss in losses] for some in (dump, noise))
     decisions = tuple(judge(loss, dump) for loss in losses)
     given = tuple(
-        _of_loss(loss, dump, decided, far > 1, bins)
+        _explain_loss(loss, dump, decided, far > 1, bins)
         for loss, decided, far in zip(losses, decisions, noisy, strict=True)
     )
     wanted = given[0].out_of_band if rate is None else rate
@@ -146,12 +146,12 @@ def explanation_of(dump: Dump, losses: Sequence[PolicyLossConfig], rate: float |
         raise InputError(
             f"--rate {rate:g}: of {len(dump)} responses, it must leave at least one on each side"
         )
-    matched: list[OfLoss] = []
+    matched: list[LossFigures] = []
     if 0 < wanted < 1:
         for loss, far, by_noise in zip(losses, reaches, noisy, strict=True):
             factor = min(factor_for(far, wanted), loss.widest())
             same = loss.scaled(factor)
-            matched.append(_of_loss(same, dump, judge(same, dump), by_noise > factor, bins))
+            matched.append(_explain_loss(same, dump, judge(same, dump), by_noise > factor, bins))
     tokens = dump.log_ratio
     return Explanation(
         dump=dump,
@@ -167,7 +167,7 @@ def explanation_of(dump: Dump, losses: Sequence[PolicyLossConfig], rate: float |
         sigma=sigma_hat(dump.log_ratio_sum, dump.lengths),
         exponent=growth(dump.log_ratio_sum, dump.lengths, dump.clusters),
         parts=None if tokens is None else take_apart(tokens, dump.lengths, dump.clusters),
-        flips=flips_of(dump, losses, bins) if dump.flipped.any() else None,
+        flips=measure_flips(dump, losses, bins) if dump.flipped.any() else None,
         noise_source=source,
         given=given,
         decisions=decisions,
@@ -177,14 +177,14 @@ def explanation_of(dump: Dump, losses: Sequence[PolicyLossConfig], rate: float |
     )
 
 
-def _of_loss(
+def _explain_loss(
     loss: PolicyLossConfig, dump: Dump, decided: Decisions, by_noise: Tensor, bins: Tensor
-) -> OfLoss:
+) -> LossFigures:
     """Return the figures of a loss; ``by_noise`` [a multiple of N] bool: outside, of ``noise_alone``."""
     counts, judged = ~decided.dropped, ~decided.dropped & (dump.advantages != 0)
     noisy = by_noise.double().view(-1, len(dump)).mean(0)
     clipped, lengths = decided.clipped > 0, dump.lengths
-    return OfLoss(
+    return LossFigures(
         name=loss.name,
         limits=loss.limits(),
         out_of_band=_mean(decided.outside[counts]),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.evaluation.intervals import Estimate, jackknife_interval
-from megatron_fspo.lab.explain.decomposition import blocks_of, growth
+from megatron_fspo.lab.explain.decomposition import assign_blocks, growth
 from megatron_fspo.lab.explain.dump import Dump
 from megatron_fspo.lab.explain.losses import judge, known_for
 from megatron_fspo.losses import PolicyLossConfig
@@ -45,7 +45,7 @@ class Flips:
     """a in spread ∝ L^a of S without the flipped tokens' part; or why it cannot be measured."""
 
 
-def flips_of(dump: Dump, losses: Sequence[PolicyLossConfig], bins: Tensor) -> Flips:
+def measure_flips(dump: Dump, losses: Sequence[PolicyLossConfig], bins: Tensor) -> Flips:
     """Return the figures of a dump by bin of length [N]; of losses that decide by S, not by its tokens."""
     part, sums, lengths = dump.flipped_log_ratio_sum, dump.log_ratio_sum, dump.lengths
     without = replace(dump, log_ratio_sum=sums - part, log_ratio=None)
@@ -54,7 +54,7 @@ def flips_of(dump: Dump, losses: Sequence[PolicyLossConfig], bins: Tensor) -> Fl
         for loss in known_for(without, losses)
     }
 
-    blocks = blocks_of(dump.clusters)
+    blocks = assign_blocks(dump.clusters)
 
     def figures(here: Tensor) -> FlipFigures:
         judged = here & (dump.advantages != 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from megatron_fspo.lab.explain.explanation import Bin, Explanation, OfLoss
+from megatron_fspo.lab.explain.explanation import Bin, Explanation, LossFigures
 from megatron_fspo.lab.explain.text import bins_table, losses_table, outcomes_table, sentences
 from megatron_fspo.lab.report.drawing import COLOURS, legend, length_axis, picture, share_axis
 from megatron_fspo.lab.report.html import render_page
@@ -39,7 +39,9 @@ def write_page(explanation: Explanation, path: Path) -> None:
 
 
 @picture(4.6, 3.2)
-def _by_length(figure: Figure, bins: Sequence[Bin], losses: Sequence[OfLoss], name: str, label: str) -> None:
+def _by_length(
+    figure: Figure, bins: Sequence[Bin], losses: Sequence[LossFigures], name: str, label: str
+) -> None:
     """Draw one of the ``LengthFigures``, by its name."""
     axes = figure.subplots()
     at = [(one.low * one.high) ** 0.5 for one in bins]

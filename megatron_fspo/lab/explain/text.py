@@ -10,7 +10,7 @@ from typing import Any
 from megatron_fspo.evaluation.intervals import Estimate
 from megatron_fspo.evaluation.tables import Table, by_column, columns, number, percent, plain, with_interval
 from megatron_fspo.lab.explain.decomposition import Parts
-from megatron_fspo.lab.explain.explanation import Explanation, OfLoss
+from megatron_fspo.lab.explain.explanation import Explanation, LossFigures
 from megatron_fspo.lab.explain.flips import Flips
 from megatron_fspo.lab.explain.losses import OUTCOMES
 from megatron_fspo.objective import LengthReweightingError
@@ -69,13 +69,13 @@ def outcomes(explanation: Explanation) -> Iterator[str]:
         yield json.dumps(row | {"outcome": {loss.name: OUTCOMES[code] for loss, code in codes}}) + "\n"
 
 
-def losses_table(losses: Sequence[OfLoss]) -> Table:
+def losses_table(losses: Sequence[LossFigures]) -> Table:
     """Return the figures of each loss over all responses."""
     within = [one.lre_within_update for one in losses if one.lre_within_update is not None]
     return by_column(
         {
             "loss": [one.name for one in losses],
-            "limits": [limits_of(one.limits) for one in losses],
+            "limits": [format_limits(one.limits) for one in losses],
             "outside": [percent(one.out_of_band) for one in losses],
             "by noise": [percent(one.noise) for one in losses],
             "clipped": [percent(one.clipped) for one in losses],
@@ -93,7 +93,7 @@ def _lre(error: LengthReweightingError) -> str:
     return with_interval(error.mean, *error.mean_interval, ".3f")
 
 
-def bins_table(explanation: Explanation, losses: Sequence[OfLoss]) -> Table:
+def bins_table(explanation: Explanation, losses: Sequence[LossFigures]) -> Table:
     """Return the figures of each loss by length."""
     bins = explanation.bins
     spans = ["–".join(map(str, dict.fromkeys((one.low, one.high)))) for one in bins]
@@ -184,7 +184,7 @@ def sentences(explanation: Explanation) -> Iterator[str]:
             )
 
 
-def limits_of(limits: dict[str, float]) -> str:
+def format_limits(limits: dict[str, float]) -> str:
     """Return ``c_low = 0.03, c_high = 0.03``."""
     return ", ".join(f"{name} = {value:.3g}" for name, value in limits.items())
 

@@ -138,7 +138,7 @@ def _as_json(plan: RunPlan, changes: Changes) -> dict[str, Any]:
     }
 
 
-def layout_of(shape: Shape) -> str:
+def describe_layout(shape: Shape) -> str:
     """Return the layout as text, such as ``tensor 8 × data 4``."""
     names = ("tensor", "pipeline", "context", "expert")
     sizes = {name: getattr(shape.parallel, name) for name in names} | {"data": shape.data}
@@ -152,7 +152,7 @@ def _head(plan: RunPlan) -> str:
     count = f"{values / 1e9:.2f} billion" if values >= 1e9 else f"{values / 1e6:.1f} million"
     return (
         f"{arch.model_type}: {arch.num_layers} layers, hidden size {arch.hidden_size}, {count} parameters\n"
-        f"{plan.given.world} ranks ({layout_of(shape)}), {str(shape.dtype).removeprefix('torch.')}, "
+        f"{plan.given.world} ranks ({describe_layout(shape)}), {str(shape.dtype).removeprefix('torch.')}, "
         f"{shape.layers} layers{', FP8' if shape.fp8 else ''}"
         f"{', full recompute' if shape.recompute else ''}\n"
         f"a step: {work.responses} responses, {work.mini_batches * work.epochs} optimizer steps of about "

@@ -20,7 +20,7 @@ from megatron_fspo.lab.plan.state import (
     server_gpus,
     state,
 )
-from megatron_fspo.mcore.machine.sizes import adapters_of, check_parallel, check_world, shares_prompts
+from megatron_fspo.mcore.machine.sizes import check_parallel, check_world, make_adapters, shares_prompts
 from megatron_fspo.packing.zigzag import padded_length
 from megatron_fspo.weights import Architecture
 
@@ -135,7 +135,7 @@ def make_plan(config: Config, arch: Architecture, given: Given) -> RunPlan:
     """
     check_world(config.parallel, given.world)
     check_parallel(arch, config.parallel)
-    arch = replace(arch, adapters=adapters_of(config.lora, arch))
+    arch = replace(arch, adapters=make_adapters(config.lora, arch))
     shape = _shape(config, arch, given.world)
     if config.rollout.prompts < shape.data:
         raise InputError(

@@ -129,18 +129,18 @@ class Parameter:
 
 def stage_parameters(shape: Shape, stage: int) -> list[list[Parameter]]:
     """Return the parameters of a rank of the stage: a list per model chunk, in Megatron's order."""
-    return [list(_of_chunk(shape, stage, chunk)) for chunk in range(shape.parallel.virtual_pipeline)]
+    return [list(_chunk_parameters(shape, stage, chunk)) for chunk in range(shape.parallel.virtual_pipeline)]
 
 
-def _of_chunk(shape: Shape, stage: int, chunk: int) -> Iterator[Parameter]:
+def _chunk_parameters(shape: Shape, stage: int, chunk: int) -> Iterator[Parameter]:
     arch, apart, table = shape.arch, shape.parallel.pipeline > 1, rows(shape.arch)
-    embedding, norm, output = (row for row in table if not row.of_layer)
+    embedding, norm, output = (row for row in table if not row.in_layer)
     if stage == chunk == 0:
         yield _parameter(shape, embedding, shared=arch.tied and apart)
-    layer_rows = sorted((row for row in table if row.of_layer), key=lambda row: _position(row, shape.layers))
+    layer_rows = sorted((row for row in table if row.in_layer), key=lambda row: _position(row, shape.layers))
     for layer in range(shape.chunk_layers):
         for row in layer_rows:
-            for expert in range(arch.num_experts // shape.parallel.expert if row.of_expert else 1):
+            for expert in range(arch.num_experts // shape.parallel.expert if row.in_expert else 1):
                 yield _parameter(shape, row, layer=layer, expert=expert)
         for row in adapter_rows(arch):
             yield replace(_parameter(shape, row, layer=layer), frozen=False)
@@ -151,11 +151,11 @@ def _of_chunk(shape: Shape, stage: int, chunk: int) -> Iterator[Parameter]:
 
 
 def _parameter(shape: Shape, row: Row, *, layer: int = 0, expert: int = 0, shared: bool = False) -> Parameter:
-    tensor = 1 if row.of_expert else shape.parallel.tensor
+    tensor = 1 if row.in_expert else shape.parallel.tensor
     return Parameter(
         name=_name(row, shape.layers).format(layer=layer, expert=expert),
         shape=shard_shape(row, shape.arch, tensor, shape.padded_vocab),
-        expert=row.of_expert,
+        expert=row.in_expert,
         frozen=shape.arch.adapters is not None,
         shared=shared,
     )

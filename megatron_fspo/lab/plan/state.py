@@ -131,7 +131,7 @@ def sending_bytes(shape: Shape) -> int:
     for row, _, _ in whole_model(arch):
         sizes = [math.prod(tensor.shape(arch)) * width for tensor in row.hf]
         # The shard of a single rank is the parameter itself, but q, k and v are always rearranged.
-        ranks = shape.parallel.expert if row.of_expert else shape.parallel.tensor
+        ranks = shape.parallel.expert if row.in_expert else shape.parallel.tensor
         copies = 2 if ranks > 1 else int(row.layout == "qkv")
         for size in sizes:
             most = max(most, before + held + copies * sum(sizes))

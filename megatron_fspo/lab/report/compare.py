@@ -15,7 +15,7 @@ from megatron_fspo.lab.report.drawing import Line, smoothing_window
 from megatron_fspo.lab.report.figures import ABSENT, TAIL, WINDOW, RunData, in_words, machines
 from megatron_fspo.lab.report.history import Series, clip_rates, overall_rates
 from megatron_fspo.lab.report.html import render_page
-from megatron_fspo.lab.report.pictures import LengthCurve, style_of
+from megatron_fspo.lab.report.pictures import LengthCurve, choose_style
 from megatron_fspo.objective import FSPOBand
 
 _MATCHED = 0.02
@@ -142,7 +142,7 @@ def _render(runs: Sequence[ComparedRun]) -> str:
         dict(_pictures(runs, curves)),
         runs=runs,
         sentences=list(sentences(curves)),
-        colours=[style_of(position)[0] for position in range(len(runs))],
+        colours=[choose_style(position)[0] for position in range(len(runs))],
         rows=[(name, values) for name, values in rows if set(values) != {ABSENT}],
         differences=differences([run.data.config for run in runs]),
         smoothing=max(smoothing_window(len(run.data.steps)) for run in runs),
@@ -158,7 +158,7 @@ def _pictures(runs: Sequence[ComparedRun], lengths: Sequence[LengthCurve]) -> It
     ):
         lines = []
         for position, run in enumerate(runs):
-            colour, style, _ = style_of(position)
+            colour, style, _ = choose_style(position)
             if series := run.data.history.series(metric):
                 lines.append(Line(series=series, label=run.label, colour=colour, style=style))
         if lines:

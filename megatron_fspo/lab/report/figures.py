@@ -52,7 +52,7 @@ class RunData:
         """LRE of out-of-band acceptance."""
         self.signed = signed_errors(self.pool)
         """How uneven what a clip really removes is."""
-        self.exponent = exponent_of(self.pool)
+        self.exponent = exponent_by_step(self.pool)
         self.samples = first_and_last_samples(folder, self.history)
         self.change = accuracy_change(self.history, self.samples)
         self.jobs = list(read_rows(folder / JOBS))
@@ -69,7 +69,7 @@ class RunData:
         return band_at_end(self.config, self.history)
 
 
-def exponent_of(records: Records) -> Exponent | str:
+def exponent_by_step(records: Records) -> Exponent | str:
     """Return the exponent of S over the steps of these records; where it cannot be measured, why.
 
     Its interval leaves out one stretch of steps after the other: neighbouring steps are no strangers to each

@@ -215,7 +215,7 @@ class LengthCurve:
     """Share outside the band over all lengths."""
 
 
-def style_of(position: int) -> tuple[str, str, str]:
+def choose_style(position: int) -> tuple[str, str, str]:
     """Return the colour, style of line and marker of the run at this position."""
     style = _STYLES[position // len(COLOURS) % len(_STYLES)]
     return COLOURS[position % len(COLOURS)], style, _MARKERS[position % len(_MARKERS)]
@@ -228,7 +228,7 @@ def evaluations(figure: Figure, runs: Sequence[tuple[int, str, Sequence[Series]]
     axes = figure.subplots()
     span = max(series[0].steps.max() - series[0].steps.min() for _, _, series in runs) or 1
     for position, label, (accuracy, low, high) in runs:
-        colour, style, marker = style_of(position)
+        colour, style, marker = choose_style(position)
         values = accuracy.values
         at = accuracy.steps + 0.008 * span * position  # none hides another
         if low and high and len(low) == len(high) == len(values):
@@ -251,7 +251,7 @@ def by_length(figure: Figure, runs: Sequence[LengthCurve], *, relative: bool = F
         scale = curve.overall if relative else 1.0
         if not curve.bins or not scale > 0:
             continue
-        colour, style, marker = style_of(position)
+        colour, style, marker = choose_style(position)
         lengths = [(one.low * one.high) ** 0.5 for one in curve.bins]
         rates, reach = _with_reach([wilson_interval(one.out_of_band, one.records) for one in curve.bins])
         look: Any = {"ls": style, "marker": marker, "ms": 4.5, "lw": 1.4, "elinewidth": 1}
@@ -271,7 +271,7 @@ def length_errors(figure: Figure, errors: Sequence[tuple[str, LengthReweightingE
     axes = figure.subplots()
     for position, (_, error) in enumerate(errors):
         if np.isfinite(error.mean):
-            _pooled_error(axes, float(position), error, style_of(position)[0])
+            _pooled_error(axes, float(position), error, choose_style(position)[0])
     axes.set_xticks(range(len(errors)), [label for label, _ in errors])
     axes.set(xlim=(-0.7, len(errors) - 0.3), ylim=(0, None), ylabel="pooled LRE")
     axes.grid(visible=False, axis="x")

@@ -123,7 +123,9 @@ def planned(sweep: Sweep) -> Iterator[Planned]:
             yield Planned(name=name, arm=arm, seed=seed, keys={**keys, "run": {**keys.get("run", {}), **run}})
 
 
-def config_of(sweep: Sweep, run: Planned, loss: Mapping[str, Any] | None = None) -> tuple[Config, list[Path]]:
+def make_run_config(
+    sweep: Sweep, run: Planned, loss: Mapping[str, Any] | None = None
+) -> tuple[Config, list[Path]]:
     """Return the configuration of a run, with ``loss`` in place of the planned section, and the files it is
     read from; its own is written into the sweep's folder.
 

@@ -19,7 +19,7 @@ from megatron_fspo.config.loading import config_changes
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.lab.explain.losses import factor_for, reach_of_sums
 from megatron_fspo.lab.report.history import History, Records, read_records, steady
-from megatron_fspo.lab.sweep.file import Planned, Sweep, config_of, planned
+from megatron_fspo.lab.sweep.file import Planned, Sweep, make_run_config, planned
 
 
 def make(
@@ -39,7 +39,7 @@ def make(
     """
     runs = list(planned(sweep))
     for run in runs:
-        config_of(sweep, run)
+        make_run_config(sweep, run)
     first = [run for run in runs if sweep.match in (None, run.arm)]
     rest = [run for run in runs if run not in first]
     processes = _Processes(sweep, say, len(runs), programs or {})
@@ -113,8 +113,8 @@ class _Processes:
         loss = None
         if sweep.match not in (None, run.arm) and run.arm not in sweep.unmatched:
             model = sweep.folder / f"{sweep.match}-{run.seed}"
-            loss = matched_loss(config_of(sweep, run)[0], steady(read_records(model), History(model)))
-        config, files = config_of(sweep, run, loss)
+            loss = matched_loss(make_run_config(sweep, run)[0], steady(read_records(model), History(model)))
+        config, files = make_run_config(sweep, run, loss)
         if changes := config_changes(config):
             raise InputError(
                 f"{config.run_folder} was made with other keys ({', '.join(changes)}): remove it, or give "

@@ -49,7 +49,7 @@ def replaced(watch: Seen) -> Iterator[None]:
         watch.memory.resized(storage, size)
         return resize(storage, size)
 
-    def address_of(storage: torch.UntypedStorage) -> int:
+    def get_address(storage: torch.UntypedStorage) -> int:
         # Fake storages have none; programs ask whether two are the same.
         return storage._cdata if storage.device.type == "meta" else address(storage)
 
@@ -66,7 +66,7 @@ def replaced(watch: Seen) -> Iterator[None]:
         (torch, "tensor", tensor),
         (torch.nn.Module, "_apply", _apply),
         (torch.UntypedStorage, "resize_", resized),
-        (torch.UntypedStorage, "data_ptr", address_of),
+        (torch.UntypedStorage, "data_ptr", get_address),
         (dist, "all_gather_object", gather_objects),
         (dist, "broadcast_object_list", broadcast_objects),
         *((holder, "synchronize", lambda *_, **__: watch.sync("synchronize")) for holder in _WAITS),

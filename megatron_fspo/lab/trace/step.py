@@ -36,7 +36,7 @@ from megatron_fspo.rollout.client.send_weights import Bucket, in_buckets
 from megatron_fspo.trainer.batch import pack_and_score
 from megatron_fspo.trainer.optimize import OptimizerStep, observe, update
 from megatron_fspo.trainer.prepare import DTYPES, Inputs
-from megatron_fspo.trainer.rollout import Rollout, describe, layout_of, rollout_of
+from megatron_fspo.trainer.rollout import Rollout, describe, make_layout, make_rollout
 from megatron_fspo.trainer.training import State, Training
 from megatron_fspo.types import Completion, Prompt
 from megatron_fspo.weights import Architecture
@@ -82,7 +82,7 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
         head=config.model.head,
     )
     groups = startup.start(backend, parallel=config.parallel, seed=config.run.seed)
-    layout = layout_of(config, arch, groups, backend)
+    layout = make_layout(config, arch, groups, backend)
     rollout, tokens = _rollout(config, layout, groups)
     # What other ranks tell: the shape of what a stage hands on, and the metrics of the last stage.
     slices = config.parallel.tensor if config.parallel.sequence else 1
@@ -248,4 +248,4 @@ def _rollout(config: Config, layout: PackLayout, groups: ParallelGroups) -> tupl
     table = torch.tensor(rows, dtype=torch.float64)
     advantages = torch.ones(len(rows), dtype=torch.float64)
     tokens = in_pack + -in_pack % layout.multiple_of
-    return replace(rollout_of(prompts, samples, table, held), advantages=advantages), tokens
+    return replace(make_rollout(prompts, samples, table, held), advantages=advantages), tokens

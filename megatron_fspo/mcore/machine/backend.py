@@ -179,10 +179,10 @@ def peak_tflops(backend: Backend, dtype: torch.dtype) -> float | None:
     """Return the peak TFLOP/s of this rank's GPU in ``dtype``; None if unknown."""
     if backend.device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    return peak_of(torch.cuda.get_device_name(backend.device))
+    return find_peak(torch.cuda.get_device_name(backend.device))
 
 
-def peak_of(name: str) -> float | None:
+def find_peak(name: str) -> float | None:
     """Return the peak bf16 TFLOP/s of the GPU of this name; None if unknown."""
     return next((peak for part, peak in _DENSE_BF16 if part in name), None)
 

@@ -78,7 +78,7 @@ def check_world(parallel: Parallel, world_size: int) -> None:
         )
 
 
-def adapters_of(keys: LoRA, arch: Architecture) -> Adapters | None:
+def make_adapters(keys: LoRA, arch: Architecture) -> Adapters | None:
     """Return the adapters that the keys ask for; None without LoRA. Raises ``InputError`` if the model does
     not support adapters for a target."""
     if not keys.rank:

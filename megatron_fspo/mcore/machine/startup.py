@@ -110,11 +110,11 @@ def _rendezvous(parallel: Parallel) -> tuple[Store, int, int]:
         return _get_default_store(), dist.get_rank(), dist.get_world_size()
     if _joined is None:
         alone = "MASTER_ADDR" not in os.environ
-        _joined = (HashStore(), 0, 1) if alone else _of_environment(parallel)
+        _joined = (HashStore(), 0, 1) if alone else _rendezvous_by_environment(parallel)
     return _joined
 
 
-def _of_environment(parallel: Parallel) -> tuple[Store, int, int]:
+def _rendezvous_by_environment(parallel: Parallel) -> tuple[Store, int, int]:
     """Rendezvous by the environment variables that a launcher sets.
 
     Raises:

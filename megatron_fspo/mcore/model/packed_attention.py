@@ -51,7 +51,7 @@ class Call(NamedTuple):
     """One kernel call computes all parts."""
 
 
-def parts_of(borders: Sequence[int], prefixes: Sequence[Prefix]) -> list[Part]:
+def make_parts(borders: Sequence[int], prefixes: Sequence[Prefix]) -> list[Part]:
     """Return the parts: every block on itself, then the sequences of each prefix on the prefix."""
     parts = [Part(slice(*block), slice(*block), True) for block in pairwise(borders)]
     for prefix in prefixes:
@@ -61,9 +61,9 @@ def parts_of(borders: Sequence[int], prefixes: Sequence[Prefix]) -> list[Part]:
 
 
 @lru_cache(maxsize=4)
-def calls_of(borders: tuple[int, ...], prefixes: tuple[Prefix, ...], device: torch.device) -> list[Call]:
+def make_calls(borders: tuple[int, ...], prefixes: tuple[Prefix, ...], device: torch.device) -> list[Call]:
     """Return the call for all blocks, then those for prefixes. Cached for all layers of a micro-batch."""
-    parts, together = parts_of(borders, prefixes), device.type != "cpu"
+    parts, together = make_parts(borders, prefixes), device.type != "cpu"
     blocks, others = parts[: len(borders) - 1], parts[len(borders) - 1 :]
     calls = []
     for some in filter(None, [blocks, *([others] if together else [[part] for part in others])]):
@@ -94,8 +94,8 @@ def packed_attention(
     """Compute attention in a pack: query [t, h, d], key and value [t, g, d] → [t, h, d]. ``borders`` of the
     blocks include 0 and t; ``scale`` is the factor of query · key, by default 1 / √d."""
     if query.device.type != "cpu" and query.element_size() > 2:
-        return masked(query, key, value, parts_of(borders, prefixes), scale)
-    calls = calls_of(tuple(borders), tuple(prefixes), query.device)
+        return masked(query, key, value, make_parts(borders, prefixes), scale)
+    calls = make_calls(tuple(borders), tuple(prefixes), query.device)
     out: Tensor = Merged.apply(query, key, value, calls, scale)  # type: ignore[no-untyped-call]
     return out
 

@@ -266,8 +266,8 @@ class Policy(Model):
         if not self.parallel.distributed_optimizer:
             return
         for model in self._ddp:
-            for of_expert, buffers in ((False, model.buffers), (True, model.expert_parallel_buffers)):
-                group = self.groups.copies(of_expert=of_expert)
+            for expert, buffers in ((False, model.buffers), (True, model.expert_parallel_buffers)):
+                group = self.groups.copies(expert=expert)
                 for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
                     shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                     dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)

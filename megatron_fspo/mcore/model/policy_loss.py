@@ -27,7 +27,7 @@ from torch.nn import Module
 from megatron_fspo.mcore.normalise import megatron_loss
 from megatron_fspo.objective.surrogate import LossInputs, LossTerms, PolicyObjective, TurnInputs
 from megatron_fspo.packing.batch import MicroBatch
-from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
+from megatron_fspo.parallel.groups import ParallelGroups, broadcast_first
 from megatron_fspo.parallel.head import HeadKind, linear_log_probs
 from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
 
@@ -159,7 +159,7 @@ class PolicyLoss:
                 ),
                 prefix_sums=partial(prefix_sums, borders=batch.borders, owner=batch.owner, **where),
                 # Tensor-parallel ranks need not agree: in backward the head uses the first one's gradients.
-                decided=lambda decisions: of_first_rank(decisions, self.scoring.groups.cp),
+                decided=lambda decisions: broadcast_first(decisions, self.scoring.groups.cp),
                 lengths=batch.lengths,
                 advantages=batch.advantages,
                 num_sequences=batch.totals.num_sequences,

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_fspo.parallel.groups import ParallelGroups, any_rank, of_first_rank
+from megatron_fspo.parallel.groups import ParallelGroups, any_rank, broadcast_first
 
 # Attributes in which Megatron keeps the flag for sequence parallelism.
 _SEQUENCE_PARALLEL_FLAGS = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
@@ -182,7 +182,7 @@ class Decoder:
 
     def settle(self, values: Tensor) -> Tensor:
         """Return the first rank's values on all ranks of a replica, so that all choose the same tokens."""
-        return of_first_rank(values, *self._sharers)
+        return broadcast_first(values, *self._sharers)
 
 
 def _settings(chunks: Sequence[GPTModel], max_tokens: int) -> Iterator[tuple[Any, str, Any]]:

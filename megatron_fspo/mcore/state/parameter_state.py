@@ -104,10 +104,10 @@ def _shares(policy: Policy) -> dict[Parameter, range]:
     """Return the range of each parameter that this rank writes without a distributed optimizer: ranks with
     copies write equal, contiguous shares of all experts' parameters, and of all others."""
     shares = {}
-    for of_expert in (False, True):
-        group, passed = policy.groups.copies(of_expert=of_expert), 0
+    for expert in (False, True):
+        group, passed = policy.groups.copies(expert=expert), 0
         named = [pair for chunk in policy.chunks for pair in chunk.named_parameters()]
-        some = [p for name, p in named if is_expert(name) == of_expert and p.requires_grad]
+        some = [p for name, p in named if is_expert(name) == expert and p.requires_grad]
         total = sum(parameter.numel() for parameter in some)
         start, stop = (total * rank // group.size() for rank in (group.rank(), group.rank() + 1))
         for parameter in some:
