@@ -145,7 +145,7 @@ MUTANTS = {
         "drift -= max(sigma**2", "drift += max(sigma**2", "test_length_band.py",
     ),
     "drift: that of the last optimizer step for all": Mutant(
-        "if step <= update and len(some) > 1", "if len(some) > 1", "test_length_band.py",
+        "if step <= update and len(spreads) > 1", "if len(spreads) > 1", "test_length_band.py",
     ),
     "drift: it follows a policy that runs away": Mutant(
         "sigma = min(median_low(self._spreads[max(known)]), (loss.c_low + loss.c_high) / 2)",
@@ -234,7 +234,7 @@ MUTANTS = {
     "agents: no check of the first conversation": Mutant(
         'if "".join(render(self._tokenizer, request.messages)) != prompt.text:', "if False:", "test_agent.py"
     ),
-    "inserted tokens: learned": Mutant("mask = mask & one", "mask = mask | one", "test_batch.py"),
+    "inserted tokens: learned": Mutant("mask = mask & owned", "mask = mask | owned", "test_batch.py"),
     "inserted tokens: in L": Mutant(
         "lengths=sequences.lengths[chosen]", "lengths=responses", "test_batch.py",
     ),
@@ -267,7 +267,7 @@ MUTANTS = {
     "head: the gradient's sign": Mutant(".mul_(-scale)", ".mul_(scale)", "test_head.py 1"),
     # data and rewards
     "cursor: the place in an epoch is not saved": Mutant(
-        "return [[one.epoch, one.offset, t] for", "return [[one.epoch, 0, t] for", "test_cursor.py",
+        "return [[epoch.epoch, epoch.offset, t] for", "return [[epoch.epoch, 0, t] for", "test_cursor.py",
     ),
     "batches under way are not saved": Mutant(
         '"open": [*self._open, *self._again]', '"open": []', "test_cursor.py",

@@ -81,7 +81,7 @@ def fspo_loss(
     )
     old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
     parts = zip(batch["loss_masks"], batch["total_lengths"], batch["response_lengths"], strict=True)
-    mask = _padded([slice_log_prob_with_cp(*one).to(logits.device) > 0 for one in parts])
+    mask = _padded([slice_log_prob_with_cp(*part).to(logits.device) > 0 for part in parts])
     # In float64, so that clip decisions do not depend on the split over ranks.
     new = _padded(columns["log_probs"]).double()
     # slime omits old log-probs if no update has moved the policy yet.

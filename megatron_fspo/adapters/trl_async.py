@@ -70,8 +70,8 @@ class AsyncFSPOTrainer(WithFSPO, AsyncGRPOTrainer):
         selected, accounted = inputs["token_index"] >= 0, inputs
         if not bool(selected.any()):  # it needs a token
             first = {key: inputs[key].clone() for key in ("token_index", "segment_id")}
-            for one in first.values():
-                one.view(-1)[0] = 0
+            for values in first.values():
+                values.view(-1)[0] = 0
             accounted = inputs | first
         super().compute_loss(watched, accounted)
         for name in [name for name in self._metrics["train"] if name.startswith("clip_ratio/")]:

@@ -62,7 +62,7 @@ def make_parser() -> OneLineParser:
     parser = OneLineParser(prog="megatron-fspo", description="FSPO for LLMs on Megatron-Core.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for one in (
+    for command in (
         init.init,
         train.train,
         lab.plan,
@@ -72,13 +72,13 @@ def make_parser() -> OneLineParser:
         lab.explain,
         lab.sweep,
     ):
-        one.add_to(commands)
+        command.add_to(commands)
     data = commands.add_parser("data", help="check data files")
     tools.check.add_to(data.add_subparsers(dest="action", required=True))
     between = commands.add_parser("convert", help="convert or compare Hugging Face and Megatron checkpoints")
     actions = between.add_subparsers(dest="action", required=True)
-    for one in (convert.hf_to_megatron, convert.megatron_to_hf, verify_checkpoint.verify):
-        one.add_to(actions)
-    for one in (tools.serve, tools.status, lab.report, tools.doctor):
-        one.add_to(commands)
+    for action in (convert.hf_to_megatron, convert.megatron_to_hf, verify_checkpoint.verify):
+        action.add_to(actions)
+    for command in (tools.serve, tools.status, lab.report, tools.doctor):
+        command.add_to(commands)
     return parser

@@ -75,8 +75,8 @@ def either(*arguments: Argument) -> Argument:
 
     def add(parser: argparse._ActionsContainer) -> None:
         group = parser.add_mutually_exclusive_group()
-        for one in arguments:
-            one(group)
+        for argument in arguments:
+            argument(group)
 
     return add
 

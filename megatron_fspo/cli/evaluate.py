@@ -113,7 +113,7 @@ def make_evaluation_config(args: argparse.Namespace, overrides: Sequence[str]) -
         config = load_config(args.config, words)
         if alike is not None and not any(word.startswith("--data.validation") for word in overrides):
             # One number on the command line also replaces numbers of single sets in the file.
-            sets = tuple(one.model_copy(update={"samples": None}) for one in config.data.validation_sets)
+            sets = tuple(entry.model_copy(update={"samples": None}) for entry in config.data.validation_sets)
             if sets != config.data.validation_sets:
                 data = config.data.model_copy(update={"validation": sets})
                 config = config.model_copy(update={"data": data})

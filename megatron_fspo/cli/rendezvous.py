@@ -71,7 +71,7 @@ def meet(params: RendezvousParameters) -> RendezvousHandler:
         raise TrainingError(f"{host}:{port}: node 0 does not answer: {str(error).splitlines()[0]}") from None
     params.local_addr = params.local_addr or address
     for name, addresses in psutil.net_if_addrs().items():
-        if address in (one.address for one in addresses):
+        if address in (found.address for found in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     handler = dynamic_rendezvous.create_handler(store, _Backend(store, params.run_id), params)
     # The store of the ranks, on the first of the nodes.

@@ -107,16 +107,16 @@ def check(args: argparse.Namespace, _: list[str]) -> int:
     sets = [DataSet(file=file) for file in args.files] or [*data.train_sets, *data.validation_sets]
     folder = args.tokenizer or (config.model.checkpoint if config else None)
     tokenizer = load_tokenizer(folder) if folder else None
-    findings = [examine(make_source(data, one), tokenizer, data.max_prompt_tokens) for one in sets]
+    findings = [examine(make_source(data, dataset), tokenizer, data.max_prompt_tokens) for dataset in sets]
     if config and not args.files:
         samples = config.evaluation_samples.values()
-        for one, number in zip(findings[len(data.train_sets) :], samples, strict=True):
-            one.samples = number
+        for finding, number in zip(findings[len(data.train_sets) :], samples, strict=True):
+            finding.samples = number
     print(json.dumps([*map(as_json, findings)]) if args.json else "\n\n".join(map(describe, findings)))
     if config and config.environment.role and not args.json:
         before, after = frame(tokenizer, config.environment.role)
         print(f"\nenvironment: inserted text stands between {before!r} and {after!r}, after the turn")
-    return 0 if all(one.fine for one in findings) else 1
+    return 0 if all(finding.fine for finding in findings) else 1
 
 
 @command(

@@ -110,9 +110,9 @@ def _describe(differences: Sequence[weights.Difference], first: Path, second: Pa
     if not differences:
         return f"{what}: bit for bit the same"
     lines = [f"{what}: {len(differences)} tensors or files differ"]
-    for one in differences[:20]:
-        detail = f"{one.values:,} values, by up to {one.largest:.3g}" if one.values else one.what
-        lines.append(f"  {one.name}: {detail}")
+    for diff in differences[:20]:
+        detail = f"{diff.values:,} values, by up to {diff.largest:.3g}" if diff.values else diff.what
+        lines.append(f"  {diff.name}: {detail}")
     return "\n".join([*lines, *(["  ..."] if len(differences) > 20 else [])])
 
 

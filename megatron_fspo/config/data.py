@@ -101,11 +101,11 @@ class DataSet(Reading, _File):
 def _check_sets(sets: tuple[DataSet, ...]) -> tuple[DataSet, ...]:
     if not sets:
         raise ValueError("must have at least one set")
-    titles = [one.title for one in sets]
+    titles = [dataset.title for dataset in sets]
     for title in titles:
         if titles.count(title) > 1:
             raise ValueError(f"several sets are named {title}: set a different name for each")
-    if len({one.weight is None for one in sets}) > 1:
+    if len({dataset.weight is None for dataset in sets}) > 1:
         raise ValueError("give a weight to every set, or to none")
     return sets
 
@@ -157,11 +157,11 @@ class Data(Reading, _Files):
     def _keys_fit_the_use(
         cls, files: Path | tuple[DataSet, ...] | None, info: ValidationInfo
     ) -> Path | tuple[DataSet, ...] | None:
-        for one in files if isinstance(files, tuple) else ():
-            if info.field_name == "train" and one.samples is not None:
-                raise ValueError(f"{one.title} has samples: for training, set rollout.samples instead")
-            if info.field_name == "validation" and one.weight is not None:
-                raise ValueError(f"{one.title} has a weight: only training sets can have one")
+        for dataset in files if isinstance(files, tuple) else ():
+            if info.field_name == "train" and dataset.samples is not None:
+                raise ValueError(f"{dataset.title} has samples: for training, set rollout.samples instead")
+            if info.field_name == "validation" and dataset.weight is not None:
+                raise ValueError(f"{dataset.title} has a weight: only training sets can have one")
         return files
 
 

@@ -51,7 +51,7 @@ class Config(Section):
     @property
     def evaluation_samples(self) -> dict[str, int]:
         """Evaluation set → responses per prompt."""
-        return {one.title: one.samples or self.evaluation.samples for one in self.data.validation_sets}
+        return {entry.title: entry.samples or self.evaluation.samples for entry in self.data.validation_sets}
 
     @property
     def optimizer_steps(self) -> int:

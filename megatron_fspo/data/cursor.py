@@ -120,7 +120,7 @@ class PromptCursor:
         self._again = deque(opened)
 
     def _position(self) -> Position:
-        return [[one.epoch, one.offset, t] for one, t in zip(self._epochs, self._taken, strict=True)]
+        return [[epoch.epoch, epoch.offset, t] for epoch, t in zip(self._epochs, self._taken, strict=True)]
 
     def _seek(self, position: Position) -> None:
         for epochs, (epoch, offset, _) in zip(self._epochs, position, strict=True):

@@ -145,7 +145,7 @@ class Seen:
 def notes(sets: Sequence[LoadedSet]) -> tuple[str, ...]:
     """Return one line per file of which rows were left out, with numbers and reasons."""
     return tuple(
-        f"{one.source.file}: {len(one.prompts):,} prompts of {one.rows:,} rows; left out: {left_out}"
-        for one in sets
-        if (left_out := one.left_out())
+        f"{entry.source.file}: {len(entry.prompts):,} prompts of {entry.rows:,} rows; left out: {left_out}"
+        for entry in sets
+        if (left_out := entry.left_out())
     )

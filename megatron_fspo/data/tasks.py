@@ -59,7 +59,7 @@ class Source:
 def make_sources(data: Data, which: Which) -> tuple[Source, ...]:
     """Return the files of a run, in the order of the configuration."""
     sets = data.train_sets if which == "train" else data.validation_sets
-    return tuple(make_source(data, one) for one in sets)
+    return tuple(make_source(data, dataset) for dataset in sets)
 
 
 def make_source(data: Data, one: DataSet) -> Source:
@@ -190,13 +190,13 @@ def _messages(row: Row, prompt: Any, source: Source) -> list[dict[str, Any]]:
     if isinstance(prompt, str) and prompt.lstrip().startswith("[{"):
         with suppress(ValueError, RecursionError):  # as Arrow files keep messages with different keys
             told = json.loads(prompt)
-            prompt = told if all("role" in one and "content" in one for one in told) else prompt
+            prompt = told if all("role" in message and "content" in message for message in told) else prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not (
         isinstance(messages, list)
         and messages
-        and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages)
-        and all(isinstance(one.get("content"), str) for one in messages)
+        and all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages)
+        and all(isinstance(message.get("content"), str) for message in messages)
     ):
         held = json.dumps(prompt)[:80] if isinstance(prompt, list) else kind(prompt)
         row.fail(

@@ -235,10 +235,10 @@ class _Server(ThreadingHTTPServer):
 
     def _end(self) -> None:
         sessions = list(self.sessions.values())
-        for one in sessions:
-            one.over.set()
-        for one in sessions:
-            one.ended.wait(_EXIT_SECONDS)
+        for session in sessions:
+            session.over.set()
+        for session in sessions:
+            session.ended.wait(_EXIT_SECONDS)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -308,15 +308,15 @@ def _messages(body: Any) -> list[Message]:
             raise _Wrong(f"{key}: not supported; write tool calls and their results as text of messages")
     if body.get("n", 1) not in (1, None):
         raise _Wrong("n: must be 1")
-    return [_message(one) for one in body["messages"]]
+    return [_message(message) for message in body["messages"]]
 
 
 def _message(message: Any) -> Message:
     role, content = (message.get(key) if isinstance(message, dict) else None for key in ("role", "content"))
     if isinstance(content, list) and all(
-        isinstance(one, dict) and one.get("type") == "text" for one in content
+        isinstance(part, dict) and part.get("type") == "text" for part in content
     ):
-        content = "".join(str(one.get("text", "")) for one in content)
+        content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(role, str) or not isinstance(content, str):
         raise _Wrong("messages: each must have a role, and text as its content")
     return {"role": role, "content": content}

@@ -122,7 +122,7 @@ def frame(tokenizer: Any, role: str) -> tuple[str, str]:
     Raises ``InputError`` if the template refuses the role, or rewrites earlier turns, so that the next turn
     would follow another context than the policy wrote.
     """
-    question, message = ({"role": one, "content": "what is said"} for one in ("user", role))
+    question, message = ({"role": speaker, "content": "what is said"} for speaker in ("user", role))
     try:
         parts = added(tokenizer, [question], [message])
     except Exception as error:  # jinja2's errors, and any that a template raises

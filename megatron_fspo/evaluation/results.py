@@ -63,12 +63,12 @@ def table(model: str, summary: Summary, comparison: Comparison | None = None) ->
     if comparison is not None:
         before = (f"`{comparison.model}`", comparison.summary, "")
         rows = [before, *rows, ("difference", comparison.differences, "+")]
-    summaries = [one for _, one, _ in rows]
+    summaries = [summary for _, summary, _ in rows]
     heads = ["model", *(head for name in sets for head in _heads(summaries, name))]
     paragraphs = [
         "Scores × 100, with 95 % intervals (BCa bootstrap over problems, and t"
         + ("; the difference is paired, problem by problem)." if comparison else ")."),
-        markdown(heads, [[label, *_cells(one, sets, sign)] for label, one, sign in rows]),
+        markdown(heads, [[label, *_cells(summary, sets, sign)] for label, summary, sign in rows]),
     ]
     if comparison is not None and comparison.changed:
         changes = (f"`{key}` {was} → {now}" for key, (was, now) in comparison.changed.items())
@@ -80,9 +80,11 @@ def _heads(summaries: Sequence[Summary], name: str) -> list[str]:
     """Return the column heads of a set or of the average, with ``@k`` if k is equal in all rows. The average
     of sets with different k has "mean" without k, and the largest pass@k and maj@k that all sets have."""
     means = _at(
-        k for one in summaries for k in ([one.samples[name]] if name in one.samples else one.samples.values())
+        k
+        for summary in summaries
+        for k in ([summary.samples[name]] if name in summary.samples else summary.samples.values())
     )
-    drawn = _at(_drawn(one.sets.get(name, one.average))[-1] for one in summaries)
+    drawn = _at(_drawn(summary.sets.get(name, summary.average))[-1] for summary in summaries)
     return [f"{name} mean{means}", f"{name} pass{drawn}", f"{name} maj{drawn}"]
 
 

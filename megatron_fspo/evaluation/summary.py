@@ -54,7 +54,7 @@ def per_problem(records: Iterable[Record]) -> dict[str, Quantities]:
     sets: dict[str, dict[int, list[Record]]] = {}
     for record in sorted(records, key=lambda record: record.sample):
         sets.setdefault(record.dataset, {}).setdefault(record.index, []).append(record)
-    return {name: _quantities([rows for _, rows in sorted(some.items())]) for name, some in sets.items()}
+    return {name: _quantities([rows for _, rows in sorted(table.items())]) for name, table in sets.items()}
 
 
 def _quantities(problems: Sequence[Sequence[Record]]) -> Quantities:
@@ -79,13 +79,13 @@ def summarize(sets: Mapping[str, Quantities], samples: int | Mapping[str, int]) 
     def estimates(some: Mapping[str, Quantities]) -> dict[str, Estimate]:
         first, *others = some.values()
         names = [name for name in first if all(name in other for other in others)]
-        tables = {dataset: np.stack([one[name] for name in names], 1) for dataset, one in some.items()}
+        tables = {dataset: np.stack([values[name] for name in names], 1) for dataset, values in some.items()}
         return dict(zip(names, interval_of_means(tables), strict=True))
 
     return Summary(
         samples=dict.fromkeys(sets, samples) if isinstance(samples, int) else {n: samples[n] for n in sets},
-        problems={dataset: len(one["mean"]) for dataset, one in sets.items()},
-        sets={dataset: estimates({dataset: one}) for dataset, one in sets.items()},
+        problems={dataset: len(values["mean"]) for dataset, values in sets.items()},
+        sets={dataset: estimates({dataset: values}) for dataset, values in sets.items()},
         average=estimates(sets),
     )
 
@@ -120,8 +120,8 @@ def match(mine: Sequence[Problem], theirs: Sequence[Problem], between: str) -> d
     ``InputError`` if the problems differ; ``between`` names the evaluations in its message."""
     ours, others = _named_once(mine), _named_once(theirs)
     lists = []
-    for where, some, rest in (("first", ours, others), ("second", others, ours)):
-        alone = [str(problem) for name, problem in some.items() if name not in rest]
+    for where, these, rest in (("first", ours, others), ("second", others, ours)):
+        alone = [str(problem) for name, problem in these.items() if name not in rest]
         if alone:
             more = [f"{len(alone) - _SHOWN} more"] if len(alone) > _SHOWN else []
             lists.append(f"only in the {where}: {', '.join([*alone[:_SHOWN], *more])}")

@@ -100,8 +100,8 @@ def facts(config: Config, *, trains: bool) -> dict[str, str]:
     for section, keys in config.model_dump(mode="json").items():
         values |= {f"{section}.{key}": repr(value) for key, value in keys.items()}
     for key, sets in (("train", config.data.train_sets), ("validation", config.data.validation_sets)):
-        for one in sets if trains or key == "validation" else ():
-            values[f"the file of data.{key}, {one.file},"] = _digest([one.file])
+        for dataset in sets if trains or key == "validation" else ():
+            values[f"the file of data.{key}, {dataset.file},"] = _digest([dataset.file])
     small = sorted(path for path in config.model.checkpoint.glob("*") if path.suffix in _SMALL)
     values["the configuration and tokenizer in model.checkpoint"] = _digest(small)
     if config.loss.name == "fspo" and config.loss.noise is not None:

@@ -88,18 +88,18 @@ class RunStatus:
     def problems(self) -> list[str]:
         """A line for all that is wrong."""
         gone = [] if self.alive is not False else [f"the job is gone: its lock is that of {self.owner}"]
-        return gone + [f"rank {one.rank}: {one.problem}" for one in self.ranks if one.problem]
+        return gone + [f"rank {rank.rank}: {rank.problem}" for rank in self.ranks if rank.problem]
 
     def as_json(self) -> dict[str, Any]:
         """Return the status in JSON types only."""
         ranks = [
             {
-                **(asdict(one.status) if one.status else {"rank": one.rank}),
-                "silent_seconds": round(one.silent, 1) if one.status else None,
-                "no_progress_seconds": round(one.no_progress, 1) if one.status else None,
-                "problem": one.problem,
+                **(asdict(rank.status) if rank.status else {"rank": rank.rank}),
+                "silent_seconds": round(rank.silent, 1) if rank.status else None,
+                "no_progress_seconds": round(rank.no_progress, 1) if rank.status else None,
+                "problem": rank.problem,
             }
-            for one in self.ranks
+            for rank in self.ranks
         ]
         return {
             "folder": str(self.folder),
@@ -164,10 +164,10 @@ def render(status: RunStatus) -> str:
     if status.metrics:
         table.insert(2, ("last", " ".join(describe(status.step, status.steps or 0, status.metrics).split())))
     groups: dict[str, list[SeenRank]] = {}
-    for one in status.ranks:
-        groups.setdefault(one.line, []).append(one)
+    for rank in status.ranks:
+        groups.setdefault(rank.line, []).append(rank)
     table += [
-        (named_ranks([one.rank for one in group]), text + _since(group)) for text, group in groups.items()
+        (named_ranks([rank.rank for rank in group]), text + _since(group)) for text, group in groups.items()
     ]
     if not groups and status.alive:
         table.append(("ranks", "no sign of life yet"))
@@ -177,8 +177,8 @@ def render(status: RunStatus) -> str:
 
 def _since(group: Sequence[SeenRank]) -> str:
     """Return the longest time without progress, where it is worth a word."""
-    longest = max(one.no_progress for one in group)
-    quiet = all(one.status and not one.problem and not one.has_left for one in group)
+    longest = max(rank.no_progress for rank in group)
+    quiet = all(rank.status and not rank.problem and not rank.has_left for rank in group)
     return f", for {longest:.0f} s" if quiet and longest >= 1 else ""
 
 
@@ -198,5 +198,5 @@ def _ranks(folder: Path, owner: Owner | None, now: float) -> tuple[SeenRank, ...
         for status, written in files
         if status.job == job
     }
-    size = max((one.status.size for one in ranks.values() if one.status), default=0)
+    size = max((rank.status.size for rank in ranks.values() if rank.status), default=0)
     return tuple(ranks.get(rank, SeenRank(rank=rank, status=None)) for rank in range(size))

@@ -287,7 +287,7 @@ class FSPOState(LossState):
         if self._noise is not None and self._noise.of_sampler:
             drift, variance = self._noise.drift, self._noise.spread**2
         # Not one rollout: Adam's first updates can be ten times as large as later ones.
-        if known := [step for step, some in self._spreads.items() if step <= update and len(some) > 1]:
+        if known := [step for step, spreads in self._spreads.items() if step <= update and len(spreads) > 1]:
             sigma = min(median_low(self._spreads[max(known)]), (loss.c_low + loss.c_high) / 2)
             drift -= max(sigma**2 - variance, 0.0) / 2
         length = float(self._seen or self._longest)
@@ -378,12 +378,12 @@ class FSPOState(LossState):
 
     def state_dict(self) -> dict[str, Any]:
         calibrator = None if self._calibrator is None else self._calibrator.state_dict()
-        spreads = {str(update): list(some) for update, some in self._spreads.items()}
+        spreads = {str(update): list(spreads) for update, spreads in self._spreads.items()}
         return {"spreads": spreads, "longest": self._seen, "calibrator": calibrator}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the band of a checkpoint. Raises ``InputError`` if it was measured otherwise."""
-        self._spreads = {int(update): list(some) for update, some in state.get("spreads", {}).items()}
+        self._spreads = {int(update): list(spreads) for update, spreads in state.get("spreads", {}).items()}
         self._seen = state.get("longest", 0)
         measured = state.get("calibrator")
         if self._calibrator is not None and measured is not None:

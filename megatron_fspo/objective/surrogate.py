@@ -297,7 +297,7 @@ class SequenceLevel:
         if turns is None:
             return weigh_sequences(inputs, log_ratio_sum, terms)
         broken = _over_turns(terms.nonfinite, turns, whole)[turns.owner] > 0
-        objective, weight = (torch.where(broken, 0.0, one) for one in (terms.objective, terms.weight))
+        objective, weight = (torch.where(broken, 0.0, values) for values in (terms.objective, terms.weight))
         terms = replace(terms, objective=objective, weight=weight, nonfinite=broken)
         return _combine_turns(weigh_sequences(inputs, log_ratio_sum, terms), turns, whole)
 

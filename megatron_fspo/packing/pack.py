@@ -330,8 +330,8 @@ def _per_token(
         for values in (shift[..., None], mask, segment[:, None])
     )
     shift, mask, segment = per_token
-    for one in own:
-        mask = mask & one
+    for owned in own:
+        mask = mask & owned
     rows = mask.nonzero()[:, 0]
     wanted = labels[rows]
     return {

@@ -113,12 +113,12 @@ def exchange(
     Returns the received elements on the CPU, concatenated in rank order, and their number from each rank.
     Collective: one all-to-all of the sizes, one of the data.
     """
-    together = torch.cat([torch.zeros(0, dtype=dtype), *(row for some in rows for row in some)])
+    together = torch.cat([torch.zeros(0, dtype=dtype), *(row for part in rows for row in part)])
     if group.size() == 1:
         return together, [len(together)]
     nccl = dist.get_backend(group) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-    sizes = torch.tensor([sum(len(row) for row in some) for some in rows], device=device)
+    sizes = torch.tensor([sum(len(row) for row in part) for part in rows], device=device)
     coming = torch.empty_like(sizes)
     dist.all_to_all_single(coming, sizes, group=group)
     counts = coming.tolist()

@@ -370,7 +370,7 @@ def _missing_steps(path: Path, step: int | None) -> list[int]:
                 match = _STEP.match(line) if line.endswith(b"}\n") else None
                 if match or line.endswith(b"\n"):
                     there.add(int(match[1]) if match else parse_row(line, path, f":{number}")["step"])
-    return [one for one in range(1, step + 1) if one not in there]
+    return [number for number in range(1, step + 1) if number not in there]
 
 
 def _unwritten(path: Path, error: OSError) -> TrainingError:

@@ -72,7 +72,7 @@ class PendingGrade(Future[GradeOrFailure]):
 
     def late(self) -> list[str]:
         """Return the names of rewards that have not answered yet."""
-        return [name for name, one in self.by_reward.items() if isinstance(one, Future) and not one.done()]
+        return [name for name, task in self.by_reward.items() if isinstance(task, Future) and not task.done()]
 
     def missing(self, problem: str) -> Failure:
         """Return a failure of the first reward that has not answered yet."""
@@ -126,12 +126,12 @@ class Grader:
             if self._closed:
                 raise RuntimeError("the grader is closed")
             self._pending.add(result)
-        result.by_reward = {name: one.grade(request) for name, one in self._verifiers.items()}
+        result.by_reward = {name: verifier.grade(request) for name, verifier in self._verifiers.items()}
         settle = partial(self._settle, result)
         settle()
-        for one in result.by_reward.values():
-            if isinstance(one, Future):
-                one.add_done_callback(settle)
+        for task in result.by_reward.values():
+            if isinstance(task, Future):
+                task.add_done_callback(settle)
         return result
 
     def standing(self) -> list[str]:
@@ -173,7 +173,7 @@ class Grader:
         if result.late():
             return
         request = result.request
-        grade = self._sum({name: outcome(one, request) for name, one in result.by_reward.items()}, request)
+        grade = self._sum({name: outcome(task, request) for name, task in result.by_reward.items()}, request)
         with self._lock:
             if result not in self._pending:  # settled by another thread, or closed
                 return
@@ -183,13 +183,13 @@ class Grader:
 
     def _sum(self, by_reward: Mapping[str, GradeOrFailure], request: GradeRequest) -> GradeOrFailure:
         config = self._config
-        for name, one in by_reward.items():
-            if isinstance(one, Failure):
-                return one if name == config.name else replace(one, problem=f"with {name!r}: {one.problem}")
-        grades = {name: one for name, one in by_reward.items() if isinstance(one, Grade)}
+        for name, got in by_reward.items():
+            if isinstance(got, Failure):
+                return got if name == config.name else replace(got, problem=f"with {name!r}: {got.problem}")
+        grades = {name: got for name, got in by_reward.items() if isinstance(got, Grade)}
         first = grades[config.name]
         parts = {name: grades[name].score for name in config.also}
-        reward = config.weight * first.score + sum(config.also[name] * one for name, one in parts.items())
+        reward = config.weight * first.score + sum(config.also[name] * score for name, score in parts.items())
         if config.overlong_tokens:
             parts["overlong"] = overlong(
                 request.completion.length,
@@ -202,9 +202,9 @@ class Grader:
             return request.failure(f"with its weights: is {reward:g}, beyond ±{LARGEST:g}")
         return replace(
             first,
-            parsed=all(one.parsed for one in grades.values()),
-            timed_out=any(one.timed_out for one in grades.values()),
-            tier=max(one.tier for one in grades.values()),
+            parsed=all(grade.parsed for grade in grades.values()),
+            timed_out=any(grade.timed_out for grade in grades.values()),
+            tier=max(grade.tier for grade in grades.values()),
             reward=reward,
             parts=parts,
         )
@@ -218,7 +218,7 @@ def tally(config: Reward, grades: Iterable[Grade]) -> dict[str, tuple[float, flo
     values = {name: [of(grade) for grade in grades] for name, of in _METRICS.items() if name in mine}
     for name in (*config.also, *(["overlong"] if config.overlong_tokens else [])):
         values[f"{name}/mean"] = [grade.parts[name] for grade in grades]
-    return {f"reward/{name}": (float(sum(some)), float(len(some))) for name, some in values.items()}
+    return {f"reward/{name}": (float(sum(numbers)), float(len(numbers))) for name, numbers in values.items()}
 
 
 def overlong(length: int, *, longest: int, tokens: int, penalty: float) -> float:

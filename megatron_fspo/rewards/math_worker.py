@@ -77,7 +77,7 @@ class _Side:
         number = form(text).number
         self.is_plain = number is not None and number.base == 10 and not number.percent
         self.parsed = _parsed(text)
-        self.readable = any(not isinstance(one, str) for one in self.parsed)
+        self.readable = any(not isinstance(parsed, str) for parsed in self.parsed)
         self.number = number if self.is_plain else _number(self.parsed[0] if self.parsed else None)
 
 
@@ -128,10 +128,10 @@ def _equal_functions(one: Any, other: Any) -> bool:
         return False
     symbols = one.free_symbols | other.free_symbols
     if units := [symbol for symbol in symbols if symbol.name == "i"]:
-        return bool(verify(*([some.subs(units[0], I)] for some in (one, other)), timeout_seconds=None))
+        return bool(verify(*([value.subs(units[0], I)] for value in (one, other)), timeout_seconds=None))
     if len(symbols) != 1 or one.free_symbols != other.free_symbols or not one.has(Pow):
         return False
-    values = [[_number(some.subs(*symbols, at)) for some in (one, other)] for at in _SAMPLES]
+    values = [[_number(value.subs(*symbols, at)) for value in (one, other)] for at in _SAMPLES]
     real = [(first, second) for first, second in values if first or second]
     return len(real) > 2 and all(a and b and equal_decimals(a, b) for a, b in real)
 

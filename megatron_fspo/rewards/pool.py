@@ -67,13 +67,13 @@ class KillablePool:
         self._workers = [_Worker(*settings) for _ in range(workers)]
         atexit.register(self.close)
         try:
-            for start in [self.loop.submit(one.ready()) for one in self._workers]:
+            for start in [self.loop.submit(process.ready()) for process in self._workers]:
                 start.result()
         except Exception as error:
             self.close()
             raise RuntimeError(f"worker processes do not start: {type(error).__name__} {error}") from error
-        for one in self._workers:
-            self._idle.put_nowait(one)
+        for process in self._workers:
+            self._idle.put_nowait(process)
 
     def submit(self, *args: Any) -> Future[Any]:
         """Return a future of the result, see :meth:`_Worker.call`. Does not block."""
@@ -95,9 +95,9 @@ class KillablePool:
             self._idle.put_nowait(worker)
 
     async def _stop(self) -> None:
-        for one in self._workers:
-            one.ended = True
-            one.stop()
+        for process in self._workers:
+            process.ended = True
+            process.stop()
 
 
 class _Worker:

@@ -40,14 +40,14 @@ def standing(loop: asyncio.AbstractEventLoop) -> list[str]:
     """Return the lines of code at which calls stand: in threads, and those that ``loop`` awaits."""
     codes = {Function._call.__code__, Function.graded.__code__}
     threads = sys._current_frames().values()
-    frames = [one for one in threads if codes.intersection(outer.f_code for outer, _ in walk_stack(one))]
+    frames = [top for top in threads if codes.intersection(outer.f_code for outer, _ in walk_stack(top))]
     for task in asyncio.all_tasks(loop):
         last: Any = task.get_coro()
         while isinstance(inner := last.cr_await, CoroutineType) and "/asyncio/" not in str(inner.cr_code):
             last = inner
         frames.append(last.cr_frame)
-    lines = {(one.f_code.co_filename, one.f_lineno) for one in frames if one is not None}
-    theirs = (one for one in sorted(lines) if Path(one[0]).parent != Path(__file__).parent)
+    lines = {(frame.f_code.co_filename, frame.f_lineno) for frame in frames if frame is not None}
+    theirs = (line for line in sorted(lines) if Path(line[0]).parent != Path(__file__).parent)
     return [f"{file}:{line}" for file, line in theirs]
 
 

@@ -76,7 +76,7 @@ def _message(old: Tensor, new: Tensor) -> Tensor | None:
     """Return the message (bytes) that changes ``old`` to ``new``; None if it is no shorter than ``new``."""
     counts, values, offsets = list[Tensor](), list[Tensor](), list[Tensor]()
     size = 0
-    for before, words in zip(*(torch.split(_words(one), _CHUNK) for one in (old, new)), strict=True):
+    for before, words in zip(*(torch.split(_words(tensor), _CHUNK) for tensor in (old, new)), strict=True):
         index = (before.to(words.device) != words).nonzero().squeeze(1)
         blocks = -(-len(words) // _BLOCK)
         counts.append(torch.bincount(index // _BLOCK, minlength=blocks).to(torch.int32))

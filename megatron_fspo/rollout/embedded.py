@@ -201,7 +201,7 @@ class EmbeddedEngine:
                 done, left = wait(left, environment.limit_seconds, FIRST_COMPLETED)
                 if not done:
                     raise silent(environment, asked[left.pop()])
-            replies = [one.result() for one in asked]
+            replies = [future.result() for future in asked]
         encoded = msgspec.msgpack.encode(replies)
         size = int(self.model.settle(torch.tensor([len(encoded)], device=device)).item())
         data = torch.zeros(size, dtype=torch.uint8, device=device)

@@ -114,7 +114,7 @@ class Trajectory:
             if last and last[0].version == span.version:
                 spans[-1] = replace(last[0], end=span.end)
                 continue
-            spans[-1:] = [*(replace(one, end=span.start) for one in last), span]
+            spans[-1:] = [*(replace(before, end=span.start) for before in last), span]
         mask = bytearray(len(self.token_ids))
         for turn in self._written:
             mask[turn.start : turn.stop] = b"\1" * len(turn)

@@ -111,8 +111,10 @@ def evaluate(
     """
     graded = sample_and_grade(inputs, engine, groups, grader, progress)
     samples = inputs.config.evaluation_samples
-    metrics = summary_metrics(summarize(per_problem(one.record for one in graded), samples)) if graded else {}
-    rows = sorted((one.row for one in graded if one.row), key=lambda row: row[0])
+    metrics = (
+        summary_metrics(summarize(per_problem(entry.record for entry in graded), samples)) if graded else {}
+    )
+    rows = sorted((entry.row for entry in graded if entry.row), key=lambda row: row[0])
     return Evaluation(metrics=shared(metrics, groups), responses=[row for _, row in rows])
 
 
@@ -131,8 +133,8 @@ def sample_and_grade(
     config = inputs.config
     params = sampling_params(inputs, config.evaluation, 1, config.run.seed + _SEED_OFFSET)
     asked = deque(
-        (one, ask(inputs, engine, groups, grader, one.prompts, replace(params, n=one.samples)))
-        for one in left
+        (portion, ask(inputs, engine, groups, grader, portion.prompts, replace(params, n=portion.samples)))
+        for portion in left
     )
     # (prompt, response number) → line in samples.jsonl: first responses to all prompts, then second ones, …
     samples = config.evaluation_samples
@@ -149,9 +151,9 @@ def sample_and_grade(
         rollout = collect_and_grade(inputs, groups, request, progress)
         graded = _gathered(_entries(inputs, portion, rollout, lines), rollout, groups)
         if file is not None:
-            file.append([one.record for one in graded])
+            file.append([entry.record for entry in graded])
         else:
-            done += [replace(one, record=replace(one.record, response="")) for one in graded]
+            done += [replace(entry, record=replace(entry.record, response="")) for entry in graded]
     return done
 
 
@@ -188,7 +190,7 @@ def _entries(
                 "prompt_token_ids": rollout.prompts[position].token_ids,
                 "token_ids": list(completion.token_ids),
                 "log_probs": list(completion.log_probs),
-                "written": [[one.start, one.stop] for one in completion.turns],
+                "written": [[turn.start, turn.stop] for turn in completion.turns],
                 "row_starts": completion.row_starts,
             }
             if inputs.environment is not None:
@@ -202,7 +204,7 @@ def _parts(inputs: Inputs, completion: Completion) -> list[tuple[str, str]]:
     """Split a response into (kind, text) in order. Kinds: the policy ``wrote`` it, or the environment
     ``inserted`` it, or wrote it as a new ``context``."""
     parts = []
-    edges = {edge for one in completion.turns for edge in (one.start, one.stop)}
+    edges = {edge for turn in completion.turns for edge in (turn.start, turn.stop)}
     for start, end in pairwise(sorted({0, len(completion.token_ids), *edges})):
         inserted = "context" if start in completion.row_starts else "inserted"
         kind = "wrote" if completion.loss_mask[start] else inserted
@@ -220,9 +222,9 @@ def _gathered(mine: list[Entry], rollout: Rollout, groups: ParallelGroups) -> li
     if groups.dp.size() > 1:
         parts = parts * groups.dp.size() if dist.get_rank() == 0 else []
         dist.gather_object(own, parts or None, dst=0, group=groups.dp)
-    answers = {number: answer for _, some in parts for number, answer in some.items()}
-    done = sorted((one for some, _ in parts for one in some), key=lambda one: one.number)
-    return [replace(one, record=replace(one.record, answer=answers[one.number])) for one in done]
+    answers = {number: answer for _, entries in parts for number, answer in entries.items()}
+    done = sorted((entry for entries, _ in parts for entry in entries), key=lambda entry: entry.number)
+    return [replace(entry, record=replace(entry.record, answer=answers[entry.number])) for entry in done]
 
 
 def shared(metrics: dict[str, float], groups: ParallelGroups) -> dict[str, float]:

@@ -53,32 +53,32 @@ PROFILE_WISH = "profile"
 def update_metrics(run: Training, batch: TrainingBatch, steps: Sequence[OptimizerStep]) -> dict[str, float]:
     """Return metrics of the optimizer steps on a rollout, after the last one, and log its sequences."""
     config, log, number = run.inputs.config, run.log, run.state.step + 1
-    updates, loss = [one.update for one in steps], run.state.loss
-    off_policy = [record for one in steps if not one.on_policy for record in one.records]
+    updates, loss = [step.update for step in steps], run.state.loss
+    off_policy = [record for step in steps if not step.on_policy for record in step.records]
     turns = None if run.inputs.environment is None else batch.rollout.turns.tolist()
     log.sequences(number, off_policy, turns)
-    if tokens := [piece for one in steps for piece in one.tokens]:
+    if tokens := [piece for step in steps for piece in step.tokens]:
         log.tokens(number, tokens)
     norms = [update.grad_norm for update in updates if math.isfinite(update.grad_norm)] or [math.nan]
-    on_policy = sum(one.on_policy for one in steps)
+    on_policy = sum(step.on_policy for step in steps)
     metrics = pooled_metrics([update.totals for update in updates], on_policy=on_policy) | {
         "actor/grad_norm": fmean(norms),
         "actor/grad_norm/max": max(norms),
         "actor/lr": updates[-1].learning_rate,
         "actor/skipped_updates": float(sum(update.skipped for update in updates)),
-        "fspo/nonfinite": float(sum(len(one.nonfinite) for one in steps)),
+        "fspo/nonfinite": float(sum(len(step.nonfinite) for step in steps)),
     }
-    reports = [one.routers for one in steps if one.routers is not None]
+    reports = [step.routers for step in steps if step.routers is not None]
     if reports:
         report = torch.stack(reports).sum(0).cpu()
         log.routers(number, report[:, : -len(REPORT)])
-        metrics |= router_metrics(report, batch, sum(one.num_sequences for one in steps), log, number)
+        metrics |= router_metrics(report, batch, sum(step.num_sequences for step in steps), log, number)
     if config.fp8.recipe != "none":
         metrics["fspo/fp8_modules"] = float(run.fp8_modules)
     band = loss.metrics()
     clips = clip_metrics(
         off_policy,
-        measured=[record for one in steps if one.measured for record in one.records],
+        measured=[record for step in steps if step.measured for record in step.records],
         samples=config.rollout.samples,
         seed=config.run.seed,
         exponent=band.get("fspo/exponent", 0.5),
@@ -202,15 +202,15 @@ def speed_metrics(
 
 def table(steps: Sequence[Mapping[str, float]]) -> str:
     """Format the mean time of each phase as a table, from the metrics of steps; "" without steps."""
-    steps = [one for one in steps if one.get("timing_s/step")]
+    steps = [row for row in steps if row.get("timing_s/step")]
     if not steps:
         return ""
 
     def mean(name: str) -> float:
-        return sum(one.get(name, 0.0) for one in steps) / len(steps)
+        return sum(row.get(name, 0.0) for row in steps) / len(steps)
 
     # Tokens per step and rank.
-    tokens = sum(one["perf/tokens_per_second_per_gpu"] * one["timing_s/step"] for one in steps) / len(steps)
+    tokens = sum(row["perf/tokens_per_second_per_gpu"] * row["timing_s/step"] for row in steps) / len(steps)
     lines = [
         f"{f'phase, mean of {len(steps)} steps':<28}{'s':>9}{'share':>8}{'tokens/s per rank':>19}{'MFU':>8}"
     ]
@@ -264,10 +264,10 @@ def rank_metrics(
 
 def ratios(paces: Sequence[Pace]) -> list[float]:
     """Return each rank's seconds per token over the median of its pipeline stage."""
-    stages = {one.stage: [other.seconds for other in paces if other.stage == one.stage] for one in paces}
+    stages = {pace.stage: [other.seconds for other in paces if other.stage == pace.stage] for pace in paces}
     medians = {stage: median_low(seconds) for stage, seconds in stages.items()}
     # The median is 0 if the stage had no tokens.
-    return [one.seconds / medians[one.stage] if medians[one.stage] else 1.0 for one in paces]
+    return [pace.seconds / medians[pace.stage] if medians[pace.stage] else 1.0 for pace in paces]
 
 
 def lines(slow_for: Mapping[int, int], over: Sequence[float], paces: Sequence[Pace]) -> dict[str, str]:

@@ -121,7 +121,7 @@ class Calibration(_Record):
     @property
     def flipped(self) -> bool:
         """True if a route flipped in any comparison."""
-        return any(one.flips for one in self.comparisons)
+        return any(record.flips for record in self.comparisons)
 
     def select_for_run(self, config: Config) -> NoiseRecord:
         """Return the comparison that measures the noise in this run's S. Raises ``InputError`` if none has

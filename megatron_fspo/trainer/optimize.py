@@ -125,7 +125,7 @@ def update(
 
     if on_policy and (wrong := [r for r in records if r.counts and r.log_ratio_sum != 0]):
         log.say(_off_policy(state.step + 1, wrong, batch.rollout, config.fp8.recipe))
-    moved = batch.stale or any(one.moved for one in before) or len(batch.sizes) * config.batch.epochs == 1
+    moved = batch.stale or any(step.moved for step in before) or len(batch.sizes) * config.batch.epochs == 1
     return OptimizerStep(
         number=number,
         update=taken,

@@ -200,19 +200,19 @@ def _train_sets(config: Config, tokenizer: Any) -> tuple[LoadedSet, ...]:
     train = load_sets(config.data, "train", tokenizer)
     mixed = mixture(_prompts(train), config.data)
     asked = config.rollout.prompts
-    for one, most in zip(train, most_at_once(mixed, asked), strict=True):
-        if most > len(one.prompts):
-            share = f", up to {most} of them of {one.source.name}" if len(train) > 1 else ""
-            left_out = f" (left out: {one.left_out()})" if one.left_out() else ""
+    for dataset, most in zip(train, most_at_once(mixed, asked), strict=True):
+        if most > len(dataset.prompts):
+            share = f", up to {most} of them of {dataset.source.name}" if len(train) > 1 else ""
+            left_out = f" (left out: {dataset.left_out()})" if dataset.left_out() else ""
             raise InputError(
-                f"rollout.prompts = {asked}{share}, but {one.source.file} has only "
-                f"{len(one.prompts)} prompts{left_out}"
+                f"rollout.prompts = {asked}{share}, but {dataset.source.file} has only "
+                f"{len(dataset.prompts)} prompts{left_out}"
             )
     return train
 
 
 def _prompts(sets: Sequence[LoadedSet]) -> tuple[Prompt, ...]:
-    return tuple(prompt for one in sets for prompt in one.prompts)
+    return tuple(prompt for dataset in sets for prompt in dataset.prompts)
 
 
 def check_run(config: Config, *, world_size: int, resume: Resume, here: bool) -> list[str]:

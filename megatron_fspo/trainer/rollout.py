@@ -37,7 +37,7 @@ def _column(
 
 
 def _version_tokens(completion: Completion) -> int:
-    return sum(one.version * sum(completion.loss_mask[one.start : one.end]) for one in completion.spans)
+    return sum(span.version * sum(completion.loss_mask[span.start : span.end]) for span in completion.spans)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +118,8 @@ class Rollout:
         return self.prompt_lengths - 1 + first
 
 
-_COLUMNS = tuple(one for one in fields(Rollout) if one.metadata)
-COLUMNS = tuple(one.name for one in _COLUMNS)
+_COLUMNS = tuple(column for column in fields(Rollout) if column.metadata)
+COLUMNS = tuple(column.name for column in _COLUMNS)
 """Columns of the table that ranks fill together."""
 GRADES = [COLUMNS.index("rewards"), COLUMNS.index("scores")]
 _PER_RESPONSE = (*COLUMNS, "advantages")
@@ -129,7 +129,7 @@ def describe(completion: Completion, owner: int, reward: float = 0.0, score: flo
     """Return the table row of a response that data-parallel rank ``owner`` holds; integers stay exact in
     float64."""
     grades = {"rewards": reward, "scores": score}
-    values = ((one.name, one.metadata["value"]) for one in _COLUMNS)
+    values = ((column.name, column.metadata["value"]) for column in _COLUMNS)
     return [float(grades[name] if value is None else value(completion, owner)) for name, value in values]
 
 
@@ -142,8 +142,8 @@ def make_rollout(
 ) -> Rollout:
     """Create a rollout, without advantages, from a table [n, columns] with :data:`COLUMNS`."""
     columns = {
-        one.name: column.to(one.metadata["dtype"])
-        for one, column in zip(_COLUMNS, table.unbind(1), strict=True)
+        spec.name: column.to(spec.metadata["dtype"])
+        for spec, column in zip(_COLUMNS, table.unbind(1), strict=True)
     }
     unknown = torch.full((len(table),), float("nan"), dtype=torch.float64)
     return Rollout(
@@ -152,7 +152,9 @@ def make_rollout(
         held=held,
         grades=grades or {},
         advantages=unknown,
-        route_problem=next((one.route_problem for one in held.values() if one.route_problem), ""),
+        route_problem=next(
+            (completion.route_problem for completion in held.values() if completion.route_problem), ""
+        ),
         **columns,
     )
 
@@ -169,16 +171,16 @@ def join(rollouts: Sequence[Rollout]) -> Rollout:
 
     def renumbered(items: Sequence[Mapping[int, T]]) -> dict[int, T]:
         pairs = zip(starts, items, strict=False)
-        return {start + number: item for start, some in pairs for number, item in some.items()}
+        return {start + number: item for start, items in pairs for number, item in items.items()}
 
     columns: dict[str, Any] = {
-        name: torch.cat([getattr(one, name) for one in rollouts]) for name in _PER_RESPONSE
+        name: torch.cat([getattr(rollout, name) for rollout in rollouts]) for name in _PER_RESPONSE
     }
     return replace(
         rollouts[0],
-        prompts=[prompt for one in rollouts for prompt in one.prompts],
-        held=renumbered([one.held for one in rollouts]),
-        grades=renumbered([one.grades for one in rollouts]),
+        prompts=[prompt for rollout in rollouts for prompt in rollout.prompts],
+        held=renumbered([rollout.held for rollout in rollouts]),
+        grades=renumbered([rollout.grades for rollout in rollouts]),
         **columns,
     )
 
@@ -349,7 +351,7 @@ def _bring(
     # The first ranks of the model replicas exchange values and broadcast them within their copies.
     if groups.is_replica_leader:
         rows = [[getattr(rollout.held[n], name) for n in to if n in rollout.held] for to in wanted]
-        outgoing = [[as_row(row, dtype).flatten() for row in some if row is not None] for some in rows]
+        outgoing = [[as_row(row, dtype).flatten() for row in part if row is not None] for part in rows]
         flat, _ = exchange(outgoing, dtype, group=groups.dp)
     else:
         flat = torch.zeros(sum(sizes), dtype=dtype)

@@ -220,13 +220,13 @@ def _awaited(
                 if now >= stop_by:
                     return grades, {number: None}
                 if failed := [
-                    n for n, one in pending.items() if one.done() and isinstance(one.result(), Failure)
+                    n for n, grade in pending.items() if grade.done() and isinstance(grade.result(), Failure)
                 ]:
                     number = min(failed)
                     break
                 if now > too_late:
                     # The call that was submitted first does not wait for its turn.
-                    late = [n for n, one in pending.items() if not one.done()] or [number]
+                    late = [n for n, grade in pending.items() if not grade.done()] or [number]
                     lines = f"; calls stand at {', '.join(at[:3])}" if (at := grade.standing()) else ""
                     problem = f"gave no grade in {limit:g} s (parallel.wait_seconds){lines}"
                     return grades, {late[0]: pending[late[0]].missing(problem)}
@@ -263,7 +263,7 @@ def raise_first(config: Config, failures: Mapping[int, Failure | None], samples:
     """
     every: list[dict[int, Failure | None]] = [{}] * dist.get_world_size()
     dist.all_gather_object(every, dict(failures))
-    failed = {number: one for some in every for number, one in some.items() if one is not None}
+    failed = {number: error for errors in every for number, error in errors.items() if error is not None}
     if not failed:
         raise StopRequested("a stop was requested during the wait for grades")
     number, failure = min(failed.items())

@@ -194,7 +194,7 @@ def _parameters(policy: Policy) -> Iterator[tuple[Row, Any]]:
 
 def _response_positions(batch: MicroBatch, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
     """For each of this rank's tokens inside the mask: its sample, and its index among the written tokens."""
-    whole = [[*bytes(len(one.prompt.token_ids)), *one.completion.loss_mask] for one in samples]
+    whole = [[*bytes(len(sample.prompt.token_ids)), *sample.completion.loss_mask] for sample in samples]
     numbers = pad_sequence([torch.tensor(row).cumsum(0) - 1 for row in whole], batch_first=True)
     sample = batch.sample_index[batch.segment[batch.loss_mask]]
     return sample, numbers.to(batch.loss_mask.device)[sample, batch.position_ids[0, batch.loss_mask] + 1]

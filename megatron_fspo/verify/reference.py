@@ -183,7 +183,7 @@ def reference(
 
     turns = scores.turns or [()] * len(log_ratios)
     each = zip(log_ratios, scores.advantages, scores.log_probs, turns, strict=True)
-    terms = [_defined(loss, *one) if len(one[0]) else None for one in each]
+    terms = [_defined(loss, *sample) if len(sample[0]) else None for sample in each]
     present = [term for term in terms if term is not None]
     means = [term.objective.mean() for term in present if term.mean == "sequence"]
     tokens = [term.objective.sum() for term in present if term.mean == "token"]
@@ -225,9 +225,9 @@ def _defined(
         for part, scored in zip(torch.split(row, [*turns]), torch.split(log_probs, [*turns]), strict=True)
     ]
     return Definition(
-        objective=torch.cat([one.objective for one in each]).sum()[None],
-        clipped=sum(one.clipped for one in each) / len(each),
-        out_of_band=any(one.out_of_band for one in each),
+        objective=torch.cat([terms.objective for terms in each]).sum()[None],
+        clipped=sum(terms.clipped for terms in each) / len(each),
+        out_of_band=any(terms.out_of_band for terms in each),
     )
 
 

@@ -80,7 +80,7 @@ def verify(
         variants.append(kinds(model) if planned.arch is None else [model])
     # Two shifts give every case with and without replay.
     everything = [case for shift in range(2) for case in cases(config, shift, experts=True)]
-    wanted = references({model for some in variants for model in some}, dtypes, everything, temperature)
+    wanted = references({model for models in variants for model in models}, dtypes, everything, temperature)
     stop()
     gc.freeze()  # exempts what exists now from the garbage collections after each layout
     done: list[Result] = []

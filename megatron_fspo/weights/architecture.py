@@ -96,7 +96,7 @@ class Architecture:
         for name, value in vars(self).items():
             if name not in ("dtype", "fp8_block", "max_position_embeddings"):
                 inner = vars(value) if is_dataclass(value) else {"": value}
-                flat |= {f"{name}.{key}".rstrip("."): one for key, one in inner.items()}
+                flat |= {f"{name}.{key}".rstrip("."): value for key, value in inner.items()}
         result: dict[str, Any] = json.loads(json.dumps(flat))
         return result
 

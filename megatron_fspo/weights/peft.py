@@ -77,12 +77,12 @@ def read_adapters(folder: Path, arch: Architecture) -> dict[str, Tensor]:
         plain = key in _WITHOUT_EFFECT or value in _PLAIN.get(key, (None, False, [], {}, ""))
         if key == "target_modules":
             given = value if isinstance(value, list) else []
-            plain = value == "all-linear" or sorted(str(one).rpartition(".")[2] for one in given) == sorted(
-                names
-            )
+            plain = value == "all-linear" or sorted(
+                str(target).rpartition(".")[2] for target in given
+            ) == sorted(names)
         elif key in ("rank_pattern", "alpha_pattern") and isinstance(value, dict):
             same = adapters.rank if key == "rank_pattern" else config["lora_alpha"]
-            plain = all(one == same for one in value.values())
+            plain = all(rank == same for rank in value.values())
         if not plain:
             raise InputError(
                 f"{folder}: {_CONFIG} has {key} = {value!r:.99}, {_SUPPORTED} {', '.join(names)}"

@@ -116,7 +116,7 @@ def make_calibration(measured: Measured, config: Config, *, device: str) -> Cali
         max_response_tokens=longest,
         band=f"c_low = {band.c_low:g}, c_high = {band.c_high:g}, exponent = {band.exponent:g}, "
         f"drift = {band.drift:g}",
-        comparisons=tuple(_record(one, measured, band, longest) for one in measured.differences),
+        comparisons=tuple(_record(compared, measured, band, longest) for compared in measured.differences),
         first_updates=width,
         first_updates_exponent=exponent,
     )

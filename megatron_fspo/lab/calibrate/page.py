@@ -59,7 +59,8 @@ def _lines(calibration: Calibration) -> Iterator[str]:
     yield "share of responses that noise alone puts outside the band, by length"
     tokens = [f"{at.length}{'' if at.length <= calibration.longest else ' *'}" for at in noisy[0].by_length]
     rates = {
-        f"{one.kind}, {_name(one)}": [both(at.clip_rate, ".1%") for at in one.by_length] for one in noisy
+        f"{record.kind}, {_name(record)}": [both(at.clip_rate, ".1%") for at in record.by_length]
+        for record in noisy
     }
     yield from columns(*by_column({"tokens": tokens} | rates))
     if calibration.longest < longest:
@@ -70,32 +71,34 @@ def _lines(calibration: Calibration) -> Iterator[str]:
 
 
 def _noisy(calibration: Calibration) -> list[NoiseRecord]:
-    return [one for one in calibration.comparisons if (one.sigma[0] or 0) > 0]
+    return [record for record in calibration.comparisons if (record.sigma[0] or 0) > 0]
 
 
 def _comparisons(calibration: Calibration) -> Table:
     comparisons = calibration.comparisons
     cells = {
-        "comparison": [KINDS[one.kind] for one in comparisons],
-        "precision": [_name(one) for one in comparisons],
-        "sigma / √token": [both(one.sigma) for one in comparisons],
-        "drift / token": [both(one.drift) for one in comparisons],
-        "exponent": [both(one.exponent, ".2f") for one in comparisons],
-        "drift length": [both(one.drift_length, ",.0f") for one in comparisons],
-        "smallest c": [both(one.smallest_c) for one in comparisons],
-        "c, centred": [both(one.smallest_c_centred) for one in comparisons],
+        "comparison": [KINDS[record.kind] for record in comparisons],
+        "precision": [_name(record) for record in comparisons],
+        "sigma / √token": [both(record.sigma) for record in comparisons],
+        "drift / token": [both(record.drift) for record in comparisons],
+        "exponent": [both(record.exponent, ".2f") for record in comparisons],
+        "drift length": [both(record.drift_length, ",.0f") for record in comparisons],
+        "smallest c": [both(record.smallest_c) for record in comparisons],
+        "c, centred": [both(record.smallest_c_centred) for record in comparisons],
     }
     if calibration.flipped:
-        cells["flipped"] = [percent(one.flips.tokens) if one.flips else "-" for one in comparisons]
-        cells["sigma without"] = [both(one.flips.sigma_without) if one.flips else "-" for one in comparisons]
+        cells["flipped"] = [percent(record.flips.tokens) if record.flips else "-" for record in comparisons]
+        cells["sigma without"] = [
+            both(record.flips.sigma_without) if record.flips else "-" for record in comparisons
+        ]
     return by_column(cells)
 
 
 def _checks(noisy: Sequence[NoiseRecord]) -> Table:
-    checks = [(one, check) for one in noisy for check in one.checks]
+    checks = [(record, check) for record in noisy for check in record.checks]
     return by_column(
         {
-            "comparison": [f"{one.kind}, {_name(one)}" for one, _ in checks],
+            "comparison": [f"{record.kind}, {_name(record)}" for record, _ in checks],
             "tokens": [f"{check.low}–{check.high}" for _, check in checks],
             "responses": [str(check.responses) for _, check in checks],
             "predicted": [f"{check.predicted:.1%}" for _, check in checks],
@@ -118,8 +121,8 @@ def write_page(calibration: Calibration, path: Path) -> None:
     """Write the calibration as an HTML file."""
     svgs = {}
     if noisy := _noisy(calibration):
-        in_s = [one for one in noisy if one.kind in ("sampler", "updates")]
-        passes = [one for one in noisy if one.kind in ("sampler", "precision")]
+        in_s = [record for record in noisy if record.kind in ("sampler", "updates")]
+        passes = [record for record in noisy if record.kind in ("sampler", "precision")]
         svgs["rates"] = _rates(in_s, calibration.longest)
         svgs["spread"] = _spread(passes, calibration.max_response_tokens)
     template = Path(__file__).with_name("page.html")
@@ -131,11 +134,11 @@ def write_page(calibration: Calibration, path: Path) -> None:
 def _rates(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
     """Draw the share outside the band by noise alone, with its interval."""
     axes = figure.subplots()
-    for one, colour in zip(noisy, _COLOURS, strict=False):
-        at = [x.length for x in one.by_length]
-        value, low, high = ([x.clip_rate[i] or 0.0 for x in one.by_length] for i in range(3))
+    for record, colour in zip(noisy, _COLOURS, strict=False):
+        at = [x.length for x in record.by_length]
+        value, low, high = ([x.clip_rate[i] or 0.0 for x in record.by_length] for i in range(3))
         axes.fill_between(at, low, high, color=colour, alpha=0.15, lw=0)
-        axes.plot(at, value, color=colour, marker="o", ms=3.5, lw=1.4, label=_label(one))
+        axes.plot(at, value, color=colour, marker="o", ms=3.5, lw=1.4, label=_label(record))
     axes.axvline(longest, color=EDGE, ls=":", lw=1)
     length_axis(axes)
     share_axis(axes, "outside by noise alone", 1.0)
@@ -147,9 +150,9 @@ def _spread(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
     """Draw sigma·√L and |drift|·L against length: they cross at the drift length."""
     axes = figure.subplots()
     at = lengths_up_to(longest)
-    for one, colour in zip(noisy, _COLOURS, strict=False):
-        sigma, drift = one.sigma[0] or 0.0, abs(one.drift[0] or 0.0)
-        axes.plot(at, [sigma * n**0.5 for n in at], color=colour, lw=1.4, label=_label(one))
+    for record, colour in zip(noisy, _COLOURS, strict=False):
+        sigma, drift = record.sigma[0] or 0.0, abs(record.drift[0] or 0.0)
+        axes.plot(at, [sigma * n**0.5 for n in at], color=colour, lw=1.4, label=_label(record))
         axes.plot(at, [drift * n for n in at], color=colour, lw=1, ls="--")
     length_axis(axes)
     axes.set(yscale="log", ylabel="nats: spread, drift (dashed)")

@@ -250,9 +250,9 @@ class _Passes:
         steps: list[OptimizerStep] = []
         for mini_batch in batch.mini_batches * self._run.inputs.config.batch.epochs:
             steps.append(update(self._run, batch, mini_batch, before=steps))
-        moved = any(one.update.grad_norm > 0 for one in steps)
+        moved = any(step.update.grad_norm > 0 for step in steps)
         # S is 0 until the first update that has a gradient.
-        off_policy = (record for one in steps if not one.on_policy for record in one.records)
+        off_policy = (record for step in steps if not step.on_policy for record in step.records)
         records = [record for record in off_policy if record.counts and record.log_ratio_sum]
         if not records:
             return moved, None
@@ -293,8 +293,10 @@ def as_rollout(rows: list[Row], groups: ParallelGroups) -> Rollout:
         Completion(token_ids=ids, log_probs=[0.0] * len(ids), finish_reason="stop", weight_version=0)
         for _, ids in rows
     ]
-    table = torch.tensor([describe(one, i % size) for i, one in enumerate(completions)])
+    table = torch.tensor([describe(completion, i % size) for i, completion in enumerate(completions)])
     held = (
-        {i: one for i, one in enumerate(completions) if i % size == rank} if groups.is_replica_leader else {}
+        {i: completion for i, completion in enumerate(completions) if i % size == rank}
+        if groups.is_replica_leader
+        else {}
     )
     return make_rollout(prompts, 1, table.double(), held)

@@ -162,7 +162,7 @@ def take_apart(log_ratios: Tensor, lengths: Tensor, clusters: Tensor) -> Parts |
     median = int(halves.lengths.median())
 
     def estimate(of: Callable[[Decomposition], float]) -> Estimate:
-        return jackknife_interval(of(whole), [of(one) for one in left])
+        return jackknife_interval(of(whole), [of(part) for part in left])
 
     squared = vars(estimate(lambda one: one.signal_squared))
     return Parts(

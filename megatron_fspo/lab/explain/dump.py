@@ -117,23 +117,23 @@ def read_dump(path: Path, given: Mapping[str, str], step: int | None = None) -> 
     if path.is_dir():
         files = sorted(path.glob("*.parquet")) or [path / _SEQUENCES]
     unread: set[str] = set()
-    every = (one for file in files for one in _responses(file, given, step, unread))
+    every = (response for file in files for response in _responses(file, given, step, unread))
     responses = [*islice(every, _MOST)]
     if next(every, None) is not None:
         raise InputError(f"{path}: holds more than {_MOST:,} responses: give a part of them, or a --step")
     if not responses:
         raise InputError(f"{path}: holds no responses{'' if step is None else f' of step {step}'}")
-    full = [one for one in responses if one.length > 0]
-    kept = [one for one in full if one.finite]
+    full = [response for response in responses if response.length > 0]
+    kept = [response for response in full if response.finite]
     if (nonfinite := len(full) - len(kept)) > _MAX_NONFINITE * len(full):
-        first = next(one.row for one in full if not one.finite)
+        first = next(response.row for response in full if not response.finite)
         raise InputError(
             f"{location(path, first)}: S or the advantage is not finite, as in {nonfinite} of {len(full)} "
             f"responses: more than {_MAX_NONFINITE:.0%} are no run to learn from"
         )
     if not kept:
         raise InputError(f"{path}: all {len(responses)} responses are empty (length 0)")
-    if not any(one.log_ratio_sum for one in kept):
+    if not any(response.log_ratio_sum for response in kept):
         raise InputError(
             f"{path}: log_ratio_sum is 0 in all {len(kept)} responses: on policy nothing is clipped; dump "
             "optimizer steps after the first of a rollout"
@@ -144,33 +144,33 @@ def read_dump(path: Path, given: Mapping[str, str], step: int | None = None) -> 
 
 def _as_tensors(path: Path, kept: list[_Response], left_out: dict[str, Any]) -> Dump:
     def collect(field: str) -> Tensor:
-        return torch.tensor([getattr(one, field) for one in kept], dtype=torch.float64)
+        return torch.tensor([getattr(response, field) for response in kept], dtype=torch.float64)
 
     def tokens(field: str) -> Tensor | None:
-        arrays = [getattr(one, field) for one in kept]
+        arrays = [getattr(response, field) for response in kept]
         return None if arrays[0] is None else torch.from_numpy(np.concatenate(arrays))
 
     rewards = collect("reward")
     clustered_by: Literal["prompt", "response", "row"] = "row"
     clusters = list(range(len(kept)))
     for field in ("prompt", "response"):
-        keys = [getattr(one, field) for one in kept]
+        keys = [getattr(response, field) for response in kept]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         if len(numbers) > 1:
             clustered_by, clusters = field, [numbers[key] for key in keys]
             break
     return Dump(
         path=path,
-        rows=torch.tensor([one.row for one in kept]),
-        lengths=torch.tensor([one.length for one in kept]),
+        rows=torch.tensor([response.row for response in kept]),
+        lengths=torch.tensor([response.length for response in kept]),
         log_ratio_sum=collect("log_ratio_sum"),
         advantages=collect("advantage"),
         rewards=None if rewards.isnan().all() else rewards,
         log_ratio=tokens("log_ratio"),
         old_log_probs=tokens("old_log_probs"),
         sampler_gap=tokens("sampler_gap"),
-        updates=torch.tensor([one.update for one in kept]),
-        flipped=torch.tensor([one.flipped for one in kept]),
+        updates=torch.tensor([response.update for response in kept]),
+        flipped=torch.tensor([response.flipped for response in kept]),
         flipped_log_ratio_sum=collect("flipped_log_ratio_sum"),
         clusters=torch.tensor(clusters),
         clustered_by=clustered_by,
@@ -229,8 +229,8 @@ def _response(number: int, fields: Mapping[str, Any]) -> _Response:
         raise InputError(f"length = {_short(length)}: must be a number of tokens, from 0 to {2**31 - 1}")
     values = [_array("mask", value) for field, value in fields.items() if field.partition("_")[0] == "mask"]
     # Nulls only: prime-rl's weights that are all 1.
-    masks = [_mask(one) for one in values if not len(one) or not np.isnan(one).all()]
-    if len(lengths := {len(one) for one in masks}) > 1:
+    masks = [_mask(value) for value in values if not len(value) or not np.isnan(value).all()]
+    if len(lengths := {len(mask) for mask in masks}) > 1:
         raise InputError(f"the masks have {' and '.join(map(str, sorted(lengths)))} tokens")
     mask = np.logical_and.reduce(masks) if masks else None
     reward, s = fields.get("reward"), fields.get("log_ratio_sum", math.nan)
@@ -341,7 +341,7 @@ def _array(field: str, value: Any) -> Values:
     try:
         values = np.asarray(value if isinstance(value, list) else None)
         if values.dtype == object and None in value:  # null: prime-rl's for what is not finite
-            values = np.asarray([math.nan if one is None else one for one in value])
+            values = np.asarray([math.nan if item is None else item for item in value])
     except (ValueError, OverflowError):  # lists of different lengths
         values = np.asarray(None)
     kinds = "fiub" if field == "mask" else "fiu"

@@ -135,7 +135,7 @@ def explain_dump(dump: Dump, losses: Sequence[PolicyLossConfig], rate: float | N
     are compared, by default that of the first with its limits."""
     bins = length_bins(dump.lengths, NUM_BINS)
     noise, source = noise_alone(dump)
-    reaches, noisy = ([reach(loss, some) for loss in losses] for some in (dump, noise))
+    reaches, noisy = ([reach(loss, source) for loss in losses] for source in (dump, noise))
     decisions = tuple(judge(loss, dump) for loss in losses)
     given = tuple(
         _explain_loss(loss, dump, decided, far > 1, bins)
@@ -157,12 +157,12 @@ def explain_dump(dump: Dump, losses: Sequence[PolicyLossConfig], rate: float | N
         dump=dump,
         bins=tuple(
             Bin(
-                low=int(some.min()),
-                high=int(some.max()),
-                share=len(some) / len(dump),
-                tokens=some.sum().item() / dump.lengths.sum().item(),
+                low=int(lengths.min()),
+                high=int(lengths.max()),
+                share=len(lengths) / len(dump),
+                tokens=lengths.sum().item() / dump.lengths.sum().item(),
             )
-            for some in (dump.lengths[bins == number] for number in range(int(bins.max()) + 1))
+            for lengths in (dump.lengths[bins == number] for number in range(int(bins.max()) + 1))
         ),
         sigma=sigma_hat(dump.log_ratio_sum, dump.lengths),
         exponent=growth(dump.log_ratio_sum, dump.lengths, dump.clusters),
@@ -230,12 +230,14 @@ def _disagreements(
 ) -> Iterator[Disagreement]:
     outcomes = [decided.outcomes(dump.advantages) for decided in decisions]
     judged = int((dump.advantages != 0).sum())
-    for one, other in itertools.permutations(range(len(names)), 2):
-        rows = torch.nonzero((outcomes[one] == 0) & ((outcomes[other] == 1) | (outcomes[other] == 2)))[:, 0]
+    for keeper, other in itertools.permutations(range(len(names)), 2):
+        rows = torch.nonzero((outcomes[keeper] == 0) & ((outcomes[other] == 1) | (outcomes[other] == 2)))[
+            :, 0
+        ]
         lengths = dump.lengths[rows].double()
-        heaviest = rows[decisions[one].mass[rows].argsort(descending=True)[:_EXAMPLES]]
+        heaviest = rows[decisions[keeper].mass[rows].argsort(descending=True)[:_EXAMPLES]]
         yield Disagreement(
-            kept_by=names[one],
+            kept_by=names[keeper],
             clipped_by=names[other],
             responses=len(rows),
             in_part=int((outcomes[other][rows] == 2).sum()),

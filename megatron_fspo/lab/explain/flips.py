@@ -50,7 +50,7 @@ def measure_flips(dump: Dump, losses: Sequence[PolicyLossConfig], bins: Tensor) 
     part, sums, lengths = dump.flipped_log_ratio_sum, dump.log_ratio_sum, dump.lengths
     without = replace(dump, log_ratio_sum=sums - part, log_ratio=None)
     clipped = {
-        loss.name: torch.stack([judge(loss, some).clipped > 0 for some in (dump, without)])
+        loss.name: torch.stack([judge(loss, version).clipped > 0 for version in (dump, without)])
         for loss in known_for(without, losses)
     }
 
@@ -60,7 +60,7 @@ def measure_flips(dump: Dump, losses: Sequence[PolicyLossConfig], bins: Tensor) 
         judged = here & (dump.advantages != 0)
         rates = {name: flags[:, judged].double().mean(1).tolist() for name, flags in clipped.items()}
         parts = [here & (blocks != number) for number in range(int(blocks.max()) + 1)]
-        whole, *left = (variance_share(part[some], sums[some], lengths[some]) for some in (here, *parts))
+        whole, *left = (variance_share(part[index], sums[index], lengths[index]) for index in (here, *parts))
         return FlipFigures(
             tokens=(dump.flipped[here].sum() / lengths[here].sum()).item(),
             variance=jackknife_interval(whole, left),

@@ -44,10 +44,10 @@ def _by_length(
 ) -> None:
     """Draw one of the ``LengthFigures``, by its name."""
     axes = figure.subplots()
-    at = [(one.low * one.high) ** 0.5 for one in bins]
-    for one, colour in zip(losses, COLOURS, strict=False):
-        values = [getattr(x, name) for x in one.by_length]
-        axes.plot(at, values, color=colour, marker="o", ms=3.5, lw=1.4, label=one.name)
+    at = [(bin.low * bin.high) ** 0.5 for bin in bins]
+    for loss, colour in zip(losses, COLOURS, strict=False):
+        values = [getattr(x, name) for x in loss.by_length]
+        axes.plot(at, values, color=colour, marker="o", ms=3.5, lw=1.4, label=loss.name)
     length_axis(axes)
     share_axis(axes, label)
     legend(axes)

@@ -62,7 +62,7 @@ def outcomes(explanation: Explanation) -> Iterator[str]:
     dump = explanation.dump
     columns = {"row": dump.rows, "length": dump.lengths, "log_ratio_sum": dump.log_ratio_sum}
     tensors = [*columns.values(), dump.advantages]
-    tensors += [one.outcomes(dump.advantages) for one in explanation.decisions]
+    tensors += [decisions.outcomes(dump.advantages) for decisions in explanation.decisions]
     for values in zip(*(tensor.tolist() for tensor in tensors), strict=True):
         row = dict(zip([*columns, "advantage"], values, strict=False))
         codes = zip(explanation.given, values[len(row) :], strict=True)
@@ -71,21 +71,21 @@ def outcomes(explanation: Explanation) -> Iterator[str]:
 
 def losses_table(losses: Sequence[LossFigures]) -> Table:
     """Return the figures of each loss over all responses."""
-    within = [one.lre_within_update for one in losses if one.lre_within_update is not None]
+    within = [loss.lre_within_update for loss in losses if loss.lre_within_update is not None]
     return by_column(
         {
-            "loss": [one.name for one in losses],
-            "limits": [format_limits(one.limits) for one in losses],
-            "outside": [percent(one.out_of_band) for one in losses],
-            "by noise": [percent(one.noise) for one in losses],
-            "clipped": [percent(one.clipped) for one in losses],
-            "of tokens": [percent(one.clipped_tokens) for one in losses],
-            "LRE clipped": [_lre(one.lre_signed) for one in losses],
-            "by chance": [number(one.lre_signed.null_mean, ".3f") for one in losses],
-            "within a sign": [number(one.lre_within_sign.mean, ".3f") for one in losses],
+            "loss": [loss.name for loss in losses],
+            "limits": [format_limits(loss.limits) for loss in losses],
+            "outside": [percent(loss.out_of_band) for loss in losses],
+            "by noise": [percent(loss.noise) for loss in losses],
+            "clipped": [percent(loss.clipped) for loss in losses],
+            "of tokens": [percent(loss.clipped_tokens) for loss in losses],
+            "LRE clipped": [_lre(loss.lre_signed) for loss in losses],
+            "by chance": [number(loss.lre_signed.null_mean, ".3f") for loss in losses],
+            "within a sign": [number(loss.lre_within_sign.mean, ".3f") for loss in losses],
         }
-        | ({"within a step": [number(one.mean, ".3f") for one in within]} if within else {})
-        | {"LRE outside": [_lre(one.lre) for one in losses], "ESS": [number(one.ess) for one in losses]}
+        | ({"within a step": [number(lre.mean, ".3f") for lre in within]} if within else {})
+        | {"LRE outside": [_lre(loss.lre) for loss in losses], "ESS": [number(loss.ess) for loss in losses]}
     )
 
 
@@ -96,14 +96,14 @@ def _lre(error: LengthReweightingError) -> str:
 def bins_table(explanation: Explanation, losses: Sequence[LossFigures]) -> Table:
     """Return the figures of each loss by length."""
     bins = explanation.bins
-    spans = ["–".join(map(str, dict.fromkeys((one.low, one.high)))) for one in bins]
+    spans = ["–".join(map(str, dict.fromkeys((bin.low, bin.high)))) for bin in bins]
     flips: dict[str, list[str]] = {}
     if explanation.flips is not None:
         by_length = explanation.flips.by_length
-        flips["flipped"] = [percent(one.tokens) for one in by_length]
-        flips["of variance"] = [percent(one.variance.value) for one in by_length]
+        flips["flipped"] = [percent(figures.tokens) for figures in by_length]
+        flips["of variance"] = [percent(figures.variance.value) for figures in by_length]
     return by_column(
-        {"tokens": spans, "responses": [percent(one.share) for one in bins]}
+        {"tokens": spans, "responses": [percent(bin.share) for bin in bins]}
         | {f"outside {loss.name}": [percent(x.out_of_band) for x in loss.by_length] for loss in losses}
         | {
             f"clipped {loss.name}, A < 0 and > 0": [
@@ -122,15 +122,15 @@ def outcomes_table(explanation: Explanation) -> Table:
     pairs = explanation.disagreements
     return by_column(
         {
-            "kept by": [one.kept_by for one in pairs],
-            "clipped by": [one.clipped_by for one in pairs],
-            "responses": [f"{one.responses:,}" for one in pairs],
-            "in part": [f"{one.in_part:,}" for one in pairs],
-            "share": [percent(one.share) for one in pairs],
-            "L, quartiles": ["–".join(map(str, one.lengths)) if one.responses else "-" for one in pairs],
-            "A > 0": [percent(one.rising) for one in pairs],
-            "reward": [number(one.mean_reward) for one in pairs],
-            "rows, such as": [" ".join(map(str, dict.fromkeys(one.examples))) or "-" for one in pairs],
+            "kept by": [pair.kept_by for pair in pairs],
+            "clipped by": [pair.clipped_by for pair in pairs],
+            "responses": [f"{pair.responses:,}" for pair in pairs],
+            "in part": [f"{pair.in_part:,}" for pair in pairs],
+            "share": [percent(pair.share) for pair in pairs],
+            "L, quartiles": ["–".join(map(str, pair.lengths)) if pair.responses else "-" for pair in pairs],
+            "A > 0": [percent(pair.rising) for pair in pairs],
+            "reward": [number(pair.mean_reward) for pair in pairs],
+            "rows, such as": [" ".join(map(str, dict.fromkeys(pair.examples))) or "-" for pair in pairs],
         }
     )
 
@@ -174,7 +174,7 @@ def sentences(explanation: Explanation) -> Iterator[str]:
     if explanation.flips is not None:
         yield _flips(explanation.flips)
     yield f"By noise: {NOISE[explanation.noise_source]}."
-    if not any(one.responses for one in explanation.disagreements):
+    if not any(pair.responses for pair in explanation.disagreements):
         yield "No response changes its outcome: the losses clip the same ones."
     for loss in matched:
         if loss.out_of_band > rate + 0.005:

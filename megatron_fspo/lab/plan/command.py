@@ -59,7 +59,7 @@ def _tried(config: Config, given: Given) -> Iterator[tuple[str, dict[str, Any], 
     if config.rollout.engine == "embedded":
         changes += [{"rollout.max_batch": config.rollout.max_batch // n} for n in (2, 4, 8)]
     changes.append({"parallel.tensor": 2 * parallel.tensor, "parallel.sequence": True})
-    changes += [{f"parallel.{one}": 2 * getattr(parallel, one)} for one in ("pipeline", "context", "expert")]
+    changes += [{f"parallel.{key}": 2 * getattr(parallel, key)} for key in ("pipeline", "context", "expert")]
     for keys in changes:  # json.dumps writes these values as TOML does
         yield ", ".join(f"{key} = {json.dumps(value)}" for key, value in keys.items()), keys, world
     for more in (2, 4):
@@ -128,11 +128,11 @@ def _as_json(plan: RunPlan, changes: Changes) -> dict[str, Any]:
         "changes": [
             {
                 "change": text,
-                "fits": not one.problems,
-                "total": one.worst.total,
-                "estimate_seconds": one.seconds,
+                "fits": not changed.problems,
+                "total": changed.worst.total,
+                "estimate_seconds": changed.seconds,
             }
-            for text, one in changes.items()
+            for text, changed in changes.items()
         ],
         "notes": plan.notes,
     }
@@ -228,7 +228,7 @@ def _limits(plan: RunPlan, changes: Changes) -> str:
     if not plan.problems:
         return "\n".join([*lines, "the run fits"])
     lines += [f"DOES NOT FIT: {problem}" for problem in plan.problems]
-    fitting = [text for text, one in changes.items() if not one.problems]
+    fitting = [text for text, changed in changes.items() if not changed.problems]
     none = "no single change makes it fit; those that come closest:"
     lines.append(
         "each of these single changes makes it fit (fastest first, by estimate):" if fitting else none

@@ -47,8 +47,8 @@ def state(shape: Shape, stage: int, rank: int = 0) -> State:
         # Megatron has one buffer for the experts and one for all other parameters.
         same_experts = shape.world // shape.parallel.pipeline // shape.parallel.expert
         for expert, ranks in ((False, shape.reduced_over), (True, same_experts)):
-            frozen += sum(one.count for one in chunk if one.expert is expert and one.frozen)
-            some = [one for one in chunk if one.expert is expert and not one.frozen]
+            frozen += sum(param.count for param in chunk if param.expert is expert and param.frozen)
+            some = [param for param in chunk if param.expert is expert and not param.frozen]
             spans, buckets = _buffer(some, ranks, bucket, padded=shape.parallel.distributed_optimizer)
             whole = buckets[-1][1] if buckets else 0
             size += whole

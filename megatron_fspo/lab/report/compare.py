@@ -78,8 +78,8 @@ def differences(configs: Sequence[Any]) -> list[tuple[str, list[str]]]:
         }
         for config in configs
     ]
-    every = dict.fromkeys(key for one in flat for key in one if key not in ("run.name", "run.folder"))
-    rows = [(key, [one.get(key, ABSENT) for one in flat]) for key in every]
+    every = dict.fromkeys(key for config in flat for key in config if key not in ("run.name", "run.folder"))
+    rows = [(key, [config.get(key, ABSENT) for config in flat]) for key in every]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
@@ -136,7 +136,7 @@ def sentences(curves: Sequence[LengthCurve]) -> Iterator[str]:
 def _render(runs: Sequence[ComparedRun]) -> str:
     every = [figures(run.data) for run in runs]
     curves = [_by_length(run) for run in runs]
-    rows = [(name, [one[name] for one in every]) for name in every[0]]
+    rows = [(name, [figures[name] for figures in every]) for name in every[0]]
     return render_page(
         Path(__file__).with_name("compare.html"),
         dict(_pictures(runs, curves)),
@@ -164,7 +164,7 @@ def _pictures(runs: Sequence[ComparedRun], lengths: Sequence[LengthCurve]) -> It
         if lines:
             yield name, pictures.curves(lines, unit, share=unit == "share")
     accuracies = [(position, run.label, _accuracy(run.data)) for position, run in enumerate(runs)]
-    if evaluated := [one for one in accuracies if one[2]]:
+    if evaluated := [accuracy for accuracy in accuracies if accuracy[2]]:
         yield "evaluation", pictures.evaluations(evaluated)
     if any(curve.bins for curve in lengths):
         yield "by_length", pictures.by_length(lengths)
@@ -192,7 +192,7 @@ def _evaluated(data: RunData, at: int) -> str:
     """Return the first evaluation (0) or the last (-1), with its interval if the run has one."""
     if not (series := _accuracy(data)):
         return ABSENT
-    value, low, high = (float(one.values[at]) if len(one) else math.nan for one in series)
+    value, low, high = (float(line.values[at]) if len(line) else math.nan for line in series)
     return _with_interval(value, low, high, ".3f")
 
 

@@ -167,7 +167,7 @@ def facts(data: RunData) -> dict[str, str]:
         loss += f"; at the end c = {band.c_low:.4g} (low), {band.c_high:.4g} (high)"
         loss += f", exponent {band.exponent:.3g}"
     prompts, samples = config.rollout.prompts, config.rollout.samples
-    files = ", ".join(str(one.file) for one in config.data.train_sets)
+    files = ", ".join(str(dataset.file) for dataset in config.data.train_sets)
     return {
         "Loss": loss,
         "Model": f"{config.model.checkpoint}, {config.model.dtype}",

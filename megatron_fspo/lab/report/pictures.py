@@ -74,7 +74,7 @@ def rates_by(figure: Figure, bins: Sequence[BinRates], overall: BinRates, x_labe
         (0.0, "clipped_falling", "falling", ORANGE, "s", "clipped, of those with A < 0"),
         (0.15, "clipped_rising", "rising", GREEN, "^", "clipped, of those with A > 0"),
     ):
-        if kept := [(at + shift, one) for at, one in enumerate(bins) if getattr(one, of)]:
+        if kept := [(at + shift, bin) for at, bin in enumerate(bins) if getattr(bin, of)]:
             y, reach = _with_reach([wilson_interval(getattr(b, share), getattr(b, of)) for _, b in kept])
             x = [at for at, _ in kept]
             axes.errorbar(x, y, yerr=reach, fmt=marker, ms=4.5, lw=1.2, color=colour, label=label)
@@ -90,8 +90,8 @@ def rates_by(figure: Figure, bins: Sequence[BinRates], overall: BinRates, x_labe
 
 def _with_reach(estimates: Sequence[Estimate]) -> tuple[Array, Array]:
     """Return the values [n] and the distances [2, n] of the ends of their intervals."""
-    values = np.array([one.value for one in estimates])
-    return values, np.abs(np.array([(one.low, one.high) for one in estimates]).T - values)
+    values = np.array([estimate.value for estimate in estimates])
+    return values, np.abs(np.array([(estimate.low, estimate.high) for estimate in estimates]).T - values)
 
 
 @picture(4.6, 2.9)
@@ -252,8 +252,8 @@ def by_length(figure: Figure, runs: Sequence[LengthCurve], *, relative: bool = F
         if not curve.bins or not scale > 0:
             continue
         colour, style, marker = choose_style(position)
-        lengths = [(one.low * one.high) ** 0.5 for one in curve.bins]
-        rates, reach = _with_reach([wilson_interval(one.out_of_band, one.records) for one in curve.bins])
+        lengths = [(bin.low * bin.high) ** 0.5 for bin in curve.bins]
+        rates, reach = _with_reach([wilson_interval(bin.out_of_band, bin.records) for bin in curve.bins])
         look: Any = {"ls": style, "marker": marker, "ms": 4.5, "lw": 1.4, "elinewidth": 1}
         axes.errorbar(lengths, rates / scale, yerr=reach / scale, color=colour, label=curve.label, **look)
     length_axis(axes)

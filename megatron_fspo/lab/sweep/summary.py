@@ -118,7 +118,7 @@ def figures(folder: Path, records: Records) -> dict[str, Any]:
         "lre_null": lre.null_mean,
         "lre_max_null": lre.null_max,
         "ess": rates.ess,
-        "by_length": [asdict(one) for one in clip_rates(records)],
+        "by_length": [asdict(bin) for bin in clip_rates(records)],
         "exponent": history.series("fspo/exponent").last(1),
         "reward_first": reward.first(_STEPS),
         "reward_last": reward.last(_STEPS),

@@ -138,27 +138,27 @@ def as_text(seen: dict[str, Any], rank: int, world: int) -> str:
     ]
     syncs: Counter[str] = Counter()
     sent: Counter[str] = Counter()
-    for one in seen["syncs"]:
-        syncs[one["phase"]] += one["count"]
-    for one in seen["collectives"]:
-        sent[one["phase"]] += one["sent"]
+    for sync in seen["syncs"]:
+        syncs[sync["phase"]] += sync["count"]
+    for call in seen["collectives"]:
+        sent[call["phase"]] += call["sent"]
     for phase, peak in seen["peaks"].items():
         flops, launches = seen["flops"].get(phase, 0) / 1e12, seen["launches"].get(phase, 0)
         row = f"{phase:<10}{peak / GIB:>11.2f}{flops:>9.2f}{launches:>10}{syncs[phase]:>7}"
         lines.append(f"{row}{sent[phase] / GIB:>11.3f}")
     lines += ["", "held at the peak, GiB, by the line that made it"]
-    for one in seen["at_peak"][:_LINES]:
-        lines.append(f"{one['value'] / GIB:>8.3f}  {one['phase']}: {Site(**one['site'])}")
+    for tensor in seen["at_peak"][:_LINES]:
+        lines.append(f"{tensor['value'] / GIB:>8.3f}  {tensor['phase']}: {Site(**tensor['site'])}")
     lines += ["", "sent in old pass and updates, GiB, by group"]
     groups: Counter[str] = Counter()
-    for one in seen["collectives"]:
-        if one["phase"] in ("old pass", "update"):
-            groups[f"{_group(one['ranks'], seen['groups'])}: {one['name'].strip('_')}"] += one["sent"]
+    for call in seen["collectives"]:
+        if call["phase"] in ("old pass", "update"):
+            groups[f"{_group(call['ranks'], seen['groups'])}: {call['name'].strip('_')}"] += call["sent"]
     lines += [f"{size / GIB:>8.3f}  {name}" for name, size in groups.most_common()]
     lines += ["", "host syncs in old pass and updates"]
-    for one in sorted(seen["syncs"], key=lambda one: -one["count"]):
-        if one["phase"] in ("old pass", "update"):
-            lines.append(f"{one['count']:>8}  {one['phase']}: {one['kind']} at {Site(**one['site'])}")
+    for sync in sorted(seen["syncs"], key=lambda sync: -sync["count"]):
+        if sync["phase"] in ("old pass", "update"):
+            lines.append(f"{sync['count']:>8}  {sync['phase']}: {sync['kind']} at {Site(**sync['site'])}")
     return "\n".join(lines)
 
 

@@ -79,7 +79,8 @@ def _kernels(watch: Watch) -> dict[str, Callable[..., Any]]:
         "quantize": _quantize,
         "create_empty_quantized_tensor": _empty_quantized,
         "split_quantize": lambda x, sizes, quantizers, *_: [
-            _quantize(part, one) for part, one in zip(x.split(list(sizes)), quantizers, strict=True)
+            _quantize(part, quantizer)
+            for part, quantizer in zip(x.split(list(sizes)), quantizers, strict=True)
         ],
         "bgrad_quantize": lambda x, quantizer: (x.new_empty(x.shape[-1]), _quantize(x, quantizer)),
         "dequantize": lambda x, dtype: torch.empty(x.size(), dtype=_dtype(dtype, x.dtype), device="cuda"),

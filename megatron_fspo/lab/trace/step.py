@@ -121,7 +121,7 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
 
 def _headers(arch: Architecture, stages: int, mine: int, dtype: torch.dtype) -> Iterator[Any]:
     """Yield what the other pipeline stages announce of their weights, by evenly divided layers."""
-    for stage in (one for one in range(1, stages) if one != mine):
+    for stage in (other for other in range(1, stages) if other != mine):
         for name, shape in expected_hf_shapes(arch).items():
             layer = re.match(r"model\.layers\.(\d+)\.", name)
             place = (

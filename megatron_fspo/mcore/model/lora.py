@@ -109,13 +109,13 @@ def _add_column(
     if not module.adapters_on:
         return product, bias
     factors, adapters = _factors(module), _adapters(arch)
-    low = _product(x, torch.cat([one["a"] for one in factors.values()]))
+    low = _product(x, torch.cat([factor["a"] for factor in factors.values()]))
     if module.sequence_parallel:  # not while the model samples
         low = mappings.gather_from_sequence_parallel_region(low, group=group)
     else:
         low = mappings.copy_to_tensor_model_parallel_region(low, group=group)
     parts = zip(factors.items(), low.split(adapters.rank, dim=-1), strict=True)
-    sums = {target: _product(part, one["b"]) for (target, one), part in parts}
+    sums = {target: _product(part, factor["b"]) for (target, factor), part in parts}
     return product + adapters.scale * _in_order(sums, arch, product.shape[-1]), bias
 
 
@@ -135,7 +135,7 @@ def _add_row(module: Module, args: Any, output: Any, *, arch: Architecture, grou
 @contextmanager
 def without_adapters(chunks: Iterable[Module]) -> Iterator[None]:
     """Context manager: the model computes without its adapters."""
-    modules = [one for chunk in chunks for one in chunk.modules() if hasattr(one, "adapters_on")]
+    modules = [layer for chunk in chunks for layer in chunk.modules() if hasattr(layer, "adapters_on")]
     for module in modules:
         vars(module)["adapters_on"] = False
     try:
@@ -206,7 +206,7 @@ def share_lost_by_merging(chunks: Iterable[Module], arch: Architecture) -> float
     add; 0 if they add nothing. Collective over the job."""
     chunks = list(chunks)
     sums = torch.zeros(2, dtype=torch.float64, device=next(chunks[0].parameters()).device)
-    for module in (one for chunk in chunks for one in chunk.modules() if hasattr(one, "adapters_on")):
+    for module in (layer for chunk in chunks for layer in chunk.modules() if hasattr(layer, "adapters_on")):
         weight: Tensor = module.weight  # type: ignore[assignment]
         added = _added(module, weight, arch)
         lost = added - (_merged(module, weight, arch).to(added.dtype) - weight.to(added.dtype))

@@ -66,8 +66,8 @@ def make_calls(borders: tuple[int, ...], prefixes: tuple[Prefix, ...], device: t
     parts, together = make_parts(borders, prefixes), device.type != "cpu"
     blocks, others = parts[: len(borders) - 1], parts[len(borders) - 1 :]
     calls = []
-    for some in filter(None, [blocks, *([others] if together else [[part] for part in others])]):
-        sides = [[part.queries for part in some], [part.keys for part in some]]
+    for covered in filter(None, [blocks, *([others] if together else [[part] for part in others])]):
+        sides = [[part.queries for part in covered], [part.keys for part in covered]]
         lengths = [[rows.stop - rows.start for rows in side] for side in sides]
         ends: list[Any] = [[0, *accumulate(side)] for side in lengths]
         rows: list[Any] = [side[0] for side in sides]
@@ -78,7 +78,7 @@ def make_calls(borders: tuple[int, ...], prefixes: tuple[Prefix, ...], device: t
                 tensors = [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
             ends, rows = tensors[:2], tensors[2:]
         sizes = (ends[0], ends[1], max(lengths[0]), max(lengths[1]))
-        calls.append(Call(rows[0], rows[1], sizes, some[0].causal, together))
+        calls.append(Call(rows[0], rows[1], sizes, covered[0].causal, together))
     return calls
 
 
@@ -184,8 +184,8 @@ def _gradients(
         some = _flash_on_cpu_backward(
             _batch(slope[rows]), *batches, logs[None, :, rows], 0.0, call.causal, scale=scale
         )
-        for whole, at, one in zip(slopes, (rows, keys, keys), some, strict=True):
-            whole[at] = one[0].transpose(0, 1)
+        for whole, at, gradient in zip(slopes, (rows, keys, keys), some, strict=True):
+            whole[at] = gradient[0].transpose(0, 1)
     return slopes
 
 

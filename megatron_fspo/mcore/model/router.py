@@ -191,12 +191,12 @@ class RouterPasses(list[RouterPass]):
 
     def routes(self) -> list[Tensor]:
         """Return [t, layers, k] uint8 for each micro-batch: the experts used in this rank's layers."""
-        return self._whole([torch.stack(_by_place(one.chosen), dim=1) for one in self])
+        return self._whole([torch.stack(_by_place(router_pass.chosen), dim=1) for router_pass in self])
 
     def flipped(self) -> list[Tensor]:
         """Return [t] bool for each micro-batch: in some layer of any pipeline stage, the router's choice
         differs from ``routes``."""
-        here = [torch.stack(_by_place(one.flipped)).any(0).to(torch.uint8) for one in self]
+        here = [torch.stack(_by_place(router_pass.flipped)).any(0).to(torch.uint8) for router_pass in self]
         tokens = self._whole(here)
         flat = torch.cat(tokens)
         if self._groups.pp.size() > 1:
@@ -205,7 +205,7 @@ class RouterPasses(list[RouterPass]):
 
     def report(self) -> Tensor:
         """Return [layers of the model, E + 6] float64: sum of the reports over micro-batches and ranks."""
-        here = torch.stack([torch.stack(_by_place(one.reports)) for one in self]).sum(0)
+        here = torch.stack([torch.stack(_by_place(router_pass.reports)) for router_pass in self]).sum(0)
         mine = dict(zip(self._layers, here, strict=True))
         nothing = torch.zeros_like(mine[self._layers[0]])
         table = torch.stack([mine.get(layer, nothing) for layer in range(self._count)])

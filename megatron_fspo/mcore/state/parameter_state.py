@@ -162,7 +162,7 @@ def _adapter_block(policy: Policy, chunk: GPTModel, name: str, parameter: Parame
     return Block(
         key=row.key,
         shape=(arch.num_layers, *row.hf[0].shape(arch)),
-        offsets=(layer, *(one.start for one in part)),
+        offsets=(layer, *(span.start for span in part)),
         sizes=(1, *parameter.shape),
         start=0,
         padded=False,

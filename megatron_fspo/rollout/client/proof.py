@@ -89,8 +89,8 @@ async def prove(server: Server, mine: Mapping[str, Checksum], dtypes: dict[str, 
         return None, f"The server returns no checksums: {error}"
     except (KeyError, TypeError, ValueError, AttributeError):
         return None, f"{server.url}/collective_rpc: the answer has no checksums in it"
-    for name, one in theirs.items():
-        dtypes.setdefault(name.removesuffix(PACKED), set()).add(one.dtype)
+    for name, value in theirs.items():
+        dtypes.setdefault(name.removesuffix(PACKED), set()).add(value.dtype)
     same, text = compare(mine, theirs)
     return same, server.without_key(text)
 
@@ -108,7 +108,7 @@ def compare(mine: Mapping[str, Checksum], theirs: Mapping[str, Checksum]) -> Pro
     elif wrong:
         lines = [f"{len(wrong)} of {len(known)} tensors differ; mean and rms of trainer | server:"]
     for name in wrong[:_SHOWN]:
-        pair = [f"{one.mean:.6g} {one.rms:.6g}" for one in (ours[name], theirs[name])]
+        pair = [f"{value.mean:.6g} {value.rms:.6g}" for value in (ours[name], theirs[name])]
         lines.append(f"  {name}: {' | '.join(pair)}")
     if len(wrong) > _SHOWN:
         lines.append(f"  and {len(wrong) - _SHOWN} more")

@@ -38,7 +38,7 @@ def scatter_completions(
 
 def _encode(completions: Sequence[Completion]) -> Tensor:
     buffer = bytearray()
-    rows = [[getattr(one, name) for name in _FIELDS] for one in completions]
+    rows = [[getattr(completion, name) for name in _FIELDS] for completion in completions]
     msgspec.msgpack.Encoder(enc_hook=_extension).encode_into(rows, buffer)
     return torch.frombuffer(buffer, dtype=torch.uint8)
 

@@ -68,7 +68,7 @@ def _pieces(
     modules = fused.get(module, ())
     sizes = getattr(layer, "output_partition_sizes", ())
     if len(modules) == len(sizes) > 0 and tensor.shape[0] == sum(sizes):
-        for one, piece in zip(modules, torch.split(tensor, list(sizes)), strict=True):
-            yield f"{path}.{one}.{key}"[1:], piece
+        for submodule, piece in zip(modules, torch.split(tensor, list(sizes)), strict=True):
+            yield f"{path}.{submodule}.{key}"[1:], piece
     else:
         yield name, tensor
