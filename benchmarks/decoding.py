@@ -52,7 +52,7 @@ def seconds_a_token(layers: int, rows: int = ROWS, lengths: tuple[int, ...] = LE
         torch.nn.init.normal_(parameter, 0, 0.02)
     decoder, result = Decoder(model.chunks, groups, vocab_size=arch.vocab_size), {}
     for length in lengths:
-        with decoder.session(rows=1, max_tokens=length + TOKENS):
+        with decoder.session(slots=1, max_tokens=length + TOKENS):
             decoder.feed([[5] * length])
             decoder.keep([0] * rows)
             taken = []

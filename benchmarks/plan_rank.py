@@ -189,7 +189,7 @@ def checkpoint_bytes(policy: Policy) -> int:
 def cache_bytes(policy: Policy, rows: int, tokens: int) -> int:
     """KV cache of the embedded engine with so many rows."""
     decoder = Decoder(policy.chunks, policy.groups, vocab_size=policy.arch.vocab_size)
-    with decoder.session(rows=rows, max_tokens=tokens):
+    with decoder.session(slots=rows, max_tokens=tokens):
         decoder.feed([[1, 2]] * rows)
         layers = [layer for chunk in policy.chunks for layer in chunk.decoder.layers]
         return sum(layer.self_attention.core_attention.cache.nbytes for layer in layers)

@@ -168,7 +168,7 @@ class Rollout(Section):
         (),
         description="stop strings; a response ends with the token that completes one",
     )
-    max_batch: PositiveInt = Field(256, description="responses decoded together (KV-cache rows)")
+    max_batch: PositiveInt = Field(256, description="responses decoded together (KV-cache slots)")
     max_staleness: NonNegativeInt = Field(
         0,
         description="weight versions a token may be behind the trainer; above 0: sample that many steps "

@@ -24,16 +24,16 @@ from megatron_fspo.types import Completion, Environment, Prompt, Reply, Sampling
 
 
 class CachedModel(Protocol):
-    """A model that decodes rows of a KV cache side by side, such as ``mcore.passes.decode.Decoder``."""
+    """A model that decodes sequences in slots of a KV cache, such as ``mcore.passes.decode.Decoder``."""
 
     leads: bool
     """True on the rank whose values ``settle`` returns on all ranks of the model replica."""
 
-    def session(self, *, rows: int, max_tokens: int) -> AbstractContextManager[None]: ...
+    def session(self, *, slots: int, max_tokens: int) -> AbstractContextManager[None]: ...
 
     def feed(self, tokens: Sequence[Sequence[int]]) -> Tensor: ...
 
-    def keep(self, rows: Sequence[int]) -> None: ...
+    def keep(self, slots: Sequence[int]) -> None: ...
 
     def settle(self, values: Tensor) -> Tensor: ...
 
@@ -41,7 +41,7 @@ class CachedModel(Protocol):
 
 
 @dataclass(eq=False)
-class _Row(Trajectory):
+class _Sequence(Trajectory):
     number: int
     """See :data:`~megatron_fspo.rollout.engine.Arrived`."""
     draws: Sequence[float]
@@ -63,7 +63,7 @@ class EmbeddedEngine:
     model: CachedModel
     _: KW_ONLY
     max_batch: int
-    """Rows of the KV cache. More completions are decoded in several batches."""
+    """Slots of the KV cache. More completions are decoded in several batches."""
     _version: int = field(default=0, init=False)
 
     def update_weights(self, version: int) -> None:
@@ -89,8 +89,8 @@ class EmbeddedEngine:
         """See the protocol."""
 
         def collect(progress: Progress | None = None, *, stops: bool = False) -> list[list[Completion]]:
-            rows = [
-                _Row(
+            sequences = [
+                _Sequence(
                     prompts[position],
                     params,
                     number=position * params.n + number,
@@ -100,53 +100,53 @@ class EmbeddedEngine:
                 for number in range(params.n)
             ]
 
-            def finished(done: list[_Row]) -> None:
+            def finished(done: list[_Sequence]) -> None:
                 if progress is not None and done:
                     progress(len(done))
                 if arrived is not None:
-                    for row in done:
-                        arrived(row.number, row.completion(self._version))
+                    for sequence in done:
+                        arrived(sequence.number, sequence.completion(self._version))
 
-            left = rows
+            left = sequences
             while left:
                 # Batch contexts of similar length: only their common length is read in one pass.
-                left = sorted(left, key=lambda row: len(row.context))
+                left = sorted(left, key=lambda sequence: len(sequence.context))
                 again = self._decode(left[: self.max_batch], params, finished)
                 left = left[self.max_batch :] + again
             self.model.finish()
-            completions = [row.completion(self._version) for row in rows]
-            return [completions[i : i + params.n] for i in range(0, len(rows), params.n)]
+            completions = [sequence.completion(self._version) for sequence in sequences]
+            return [completions[i : i + params.n] for i in range(0, len(sequences), params.n)]
 
         return collect
 
     def _decode(
-        self, batch: list[_Row], params: SamplingParams, finished: Callable[[list[_Row]], None]
-    ) -> list[_Row]:
+        self, batch: list[_Sequence], params: SamplingParams, finished: Callable[[list[_Sequence]], None]
+    ) -> list[_Sequence]:
         """Decode until each completion has ended or its context was restarted. Return the latter."""
-        # A lane is a row of the KV cache. Completions with equal contexts share one until their first token.
-        lanes = [list(rows) for _, rows in groupby(batch, key=lambda row: row.context)]
-        rows_before = {row: len(row.row_starts) for row in batch}
-        again: list[_Row] = []
-        position = min(len(row.context) for row in batch)
-        longest = max(len(row.context) + params.max_tokens - row.row_start for row in batch)
-        with self.model.session(rows=len(lanes), max_tokens=longest):
+        # A lane is a slot of the KV cache. Completions with equal contexts share one until their first token.
+        lanes = [list(sequences) for _, sequences in groupby(batch, key=lambda sequence: sequence.context)]
+        rows_before = {sequence: len(sequence.row_starts) for sequence in batch}
+        again: list[_Sequence] = []
+        position = min(len(sequence.context) for sequence in batch)
+        longest = max(len(sequence.context) + params.max_tokens - sequence.row_start for sequence in batch)
+        with self.model.session(slots=len(lanes), max_tokens=longest):
             logits = self.model.feed([lane[0].context[:position] for lane in lanes])
             while True:
                 shared = lanes
                 # Each completion that writes at this position gets its own lane, copied from the shared one.
                 pairs = [
-                    (rows, origin)
+                    (sequences, origin)
                     for origin, lane in enumerate(shared)
-                    for rows in ([lane] if position < len(lane[0].context) else [[r] for r in lane])
+                    for sequences in ([lane] if position < len(lane[0].context) else [[s] for s in lane])
                 ]
-                lanes, origins = [rows for rows, _ in pairs], [origin for _, origin in pairs]
+                lanes, origins = [sequences for sequences, _ in pairs], [origin for _, origin in pairs]
                 next_tokens = self._extend(lanes, logits[origins], position, params)
-                ended = [row for row, *_ in lanes if row.finish_reason is not None]
+                ended = [sequence for sequence, *_ in lanes if sequence.finish_reason is not None]
                 finished(ended)
-                again += [row for row, *_ in lanes if len(row.row_starts) > rows_before[row]]
+                again += [s for s, *_ in lanes if len(s.row_starts) > rows_before[s]]
                 gone = {*ended, *again}
                 live = [i for i, lane in enumerate(lanes) if lane[0] not in gone]
-                # The last lanes replace those that ended, so that few rows of the cache are copied.
+                # The last lanes replace those that ended, so that few slots of the cache are copied.
                 late = [i for i in live if i >= len(live)]
                 live = [late.pop() if lanes[i][0] in gone else i for i in range(len(live))]
                 if not live:
@@ -159,49 +159,49 @@ class EmbeddedEngine:
                 position += 1
 
     def _extend(
-        self, lanes: list[list[_Row]], logits: Tensor, position: int, params: SamplingParams
+        self, lanes: list[list[_Sequence]], logits: Tensor, position: int, params: SamplingParams
     ) -> list[int]:
         """Return the token of each lane at ``position``: the context's if it reaches there, else a sample."""
         first = [lane[0] for lane in lanes]
-        drawn = [row.draws[min(row.drawn, params.max_tokens - 1)] for row in first]
+        drawn = [sequence.draws[min(sequence.drawn, params.max_tokens - 1)] for sequence in first]
         draws = torch.tensor(drawn, dtype=torch.float64)
         sampled, log_probs = sample(logits, draws, temperature=params.temperature, top_p=params.top_p)
         # One rank samples for all: with another token, a rank might stop while the others go on.
         sampled, log_probs = self.model.settle(torch.stack([sampled.double(), log_probs.double()]))
         tokens = [int(token) for token in sampled.tolist()]
         asking = []
-        for i, (row, log_prob) in enumerate(zip(first, log_probs.tolist(), strict=True)):
-            if (known := row.known(position)) is not None:
+        for i, (sequence, log_prob) in enumerate(zip(first, log_probs.tolist(), strict=True)):
+            if (known := sequence.known(position)) is not None:
                 tokens[i] = known
                 continue
-            row.token_ids.append(tokens[i])
-            row.log_probs.append(log_prob)
-            row.drawn += 1
-            turn = row.token_ids[row.turn_start :] if params.stop else row.token_ids
+            sequence.token_ids.append(tokens[i])
+            sequence.log_probs.append(log_prob)
+            sequence.drawn += 1
+            turn = sequence.token_ids[sequence.turn_start :] if params.stop else sequence.token_ids
             # All ranks of the model replica have the same tokens, so they decide alike.
             if tokens[i] in params.stop_token_ids or completes_stop(turn, params):
-                if row.end_turn("stop"):
-                    asking.append(row)
-            elif len(row.token_ids) == row.turn_start + row.turn_limit:
-                row.end_turn("length")
+                if sequence.end_turn("stop"):
+                    asking.append(sequence)
+            elif len(sequence.token_ids) == sequence.turn_start + sequence.turn_limit:
+                sequence.end_turn("length")
         if asking:
             assert params.environment is not None
             replies = self._replies(asking, params.environment, logits.device)
-            for row, reply in zip(asking, replies, strict=True):
-                row.take(reply)
+            for sequence, reply in zip(asking, replies, strict=True):
+                sequence.take(reply)
         return tokens
 
-    def _replies(self, rows: list[_Row], environment: Environment, device: torch.device) -> list[Reply]:
+    def _replies(self, asked: list[_Sequence], environment: Environment, device: torch.device) -> list[Reply]:
         """Ask for all replies at once, on one rank of the model replica, and wait for them. Collective."""
         replies: list[Reply] = []
         if self.model.leads:
-            asked = {environment.answer(row.prompt, row.turns, row): row.prompt.index for row in rows}
-            left = set(asked)
+            futures = {environment.answer(s.prompt, s.turns, s): s.prompt.index for s in asked}
+            left = set(futures)
             while left:
                 done, left = wait(left, environment.limit_seconds, FIRST_COMPLETED)
                 if not done:
-                    raise silent(environment, asked[left.pop()])
-            replies = [future.result() for future in asked]
+                    raise silent(environment, futures[left.pop()])
+            replies = [future.result() for future in futures]
         encoded = msgspec.msgpack.encode(replies)
         size = int(self.model.settle(torch.tensor([len(encoded)], device=device)).item())
         data = torch.zeros(size, dtype=torch.uint8, device=device)

@@ -301,16 +301,16 @@ def make_mini_batches(
     packs: list[Pack] = []
     sizes: list[int] = []
     for first in range(0, len(rollout), per_batch):
-        some = slice(first, first + per_batch)
+        span = slice(first, first + per_batch)
         plan, totals = plan_step(
-            prompt_lengths[some],
-            response_lengths[some],
+            prompt_lengths[span],
+            response_lengths[span],
             layout,
-            lengths=lengths[some],
-            rows=rollout.rows[some].tolist(),
+            lengths=lengths[span],
+            rows=rollout.rows[span].tolist(),
             first=first,
-            left_out=idle[some].tolist(),
-            prompts=prompts[some],
+            left_out=idle[span].tolist(),
+            prompts=prompts[span],
         )
         mine = plan[groups.dp.rank()]
         packs += [Pack(numbers=tuple(numbers), totals=totals) for numbers in mine]
@@ -350,8 +350,8 @@ def _bring(
     have it, ordered by owner. Collective."""
     # The first ranks of the model replicas exchange values and broadcast them within their copies.
     if groups.is_replica_leader:
-        rows = [[getattr(rollout.held[n], name) for n in to if n in rollout.held] for to in wanted]
-        outgoing = [[as_row(row, dtype).flatten() for row in part if row is not None] for part in rows]
+        values = [[getattr(rollout.held[n], name) for n in to if n in rollout.held] for to in wanted]
+        outgoing = [[as_row(x, dtype).flatten() for x in part if x is not None] for part in values]
         flat, _ = exchange(outgoing, dtype, group=groups.dp)
     else:
         flat = torch.zeros(sum(sizes), dtype=dtype)

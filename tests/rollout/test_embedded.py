@@ -33,13 +33,13 @@ class Markov:
         self.rows: list[list[int]] | None = None
         self.sessions: list[tuple[int, int]] = []
         self.widths: list[int] = []
-        """Rows of every feed."""
+        """Slots of every feed."""
 
     @contextmanager
-    def session(self, *, rows: int, max_tokens: int) -> Iterator[None]:
+    def session(self, *, slots: int, max_tokens: int) -> Iterator[None]:
         assert self.rows is None, "a session within a session"
-        self.rows, self._max_tokens = [[] for _ in range(rows)], max_tokens
-        self.sessions.append((rows, max_tokens))
+        self.rows, self._max_tokens = [[] for _ in range(slots)], max_tokens
+        self.sessions.append((slots, max_tokens))
         try:
             yield
         finally:
@@ -54,12 +54,12 @@ class Markov:
         self.widths.append(len(tokens))
         return torch.stack([self.logits(row) for row in self.rows])
 
-    def keep(self, rows: Sequence[int]) -> None:
-        assert self.rows is not None and rows and list(rows) != list(range(len(self.rows)))
+    def keep(self, slots: Sequence[int]) -> None:
+        assert self.rows is not None and slots and list(slots) != list(range(len(self.rows)))
         # Without new ones, no lane but the last goes elsewhere.
-        if len(rows) < len(self.rows) and len(set(rows)) == len(rows):
-            assert all(row == place or row >= len(rows) for place, row in enumerate(rows))
-        self.rows = [list(self.rows[i]) for i in rows]
+        if len(slots) < len(self.rows) and len(set(slots)) == len(slots):
+            assert all(slot == place or slot >= len(slots) for place, slot in enumerate(slots))
+        self.rows = [list(self.rows[i]) for i in slots]
 
     def settle(self, values: Tensor) -> Tensor:
         assert self.rows is not None

@@ -67,7 +67,7 @@ def check_decode(checkpoint: Path) -> float:
         decoder = Decoder(policy.chunks, policy.groups, vocab_size=policy.arch.vocab_size)
         attention = policy.chunks[0].decoder.layers[0].self_attention
         outside = attention.core_attention
-        with decoder.session(rows=2, max_tokens=8):
+        with decoder.session(slots=2, max_tokens=8):
             assert not isinstance(attention.core_attention, engine.DotProductAttention)
             fed: list[list[list[int]]] = [[[1, 2, 3], [4, 5, 6]], [[7], [8]], [[9], [1]]]
             logits = [decoder.feed(tokens) for tokens in fed]

@@ -106,7 +106,7 @@ def recomputed(checkpoint: Path, recipe: str) -> dict[str, Any]:
 
 def decoded(policy: Policy) -> Tensor:
     decoder = Decoder(policy.chunks, policy.groups, vocab_size=policy.arch.vocab_size)
-    with decoder.session(rows=3, max_tokens=8):
+    with decoder.session(slots=3, max_tokens=8):
         return torch.stack([decoder.feed([[1], [2], [3]]), decoder.feed([[4], [5], [6]])])
 
 

@@ -1,12 +1,13 @@
 """Next-token distributions from the training model, with a KV cache, in the training layout.
 
-All rows of a cache are at the same position. To decode prompts of different lengths together, all rows
-prefill as many tokens as the shortest prompt has; from then on, a row with prompt tokens left is fed the next
-one instead of a sampled token. So there is no padding and no attention mask, and positions are exact.
+All slots of a cache are at the same position. To decode prompts of different lengths together, all slots
+prefill as many tokens as the shortest prompt has; from then on, a slot with prompt tokens left is fed the
+next one instead of a sampled token. So there is no padding and no attention mask, and positions are exact.
 
 All ranks of a model replica step together: tensor-parallel ranks compute their heads, pipeline stages run one
-after the other, and each context-parallel rank computes whole rows. With expert parallelism data-parallel
-ranks step together, too, as a row may need experts of any rank. Meant for small models, tests and the demo.
+after the other, and each context-parallel rank computes whole sequences. With expert parallelism
+data-parallel ranks step together, too, as a sequence may need experts of any rank. Meant for small models,
+tests and the demo.
 
 Layers run as in training, with their core attention replaced by one that has a cache. Megatron's inference
 context for any device would rotate all keys again for every token.
@@ -43,10 +44,10 @@ class _CachedAttention(Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """Attend: query [s, b, h, d], key and value [s, b, g, d] → [s, b, h·d]."""
-        tokens, rows, groups, size = key.shape
+        tokens, slots, groups, size = key.shape
         start, self._length = self._length, self._length + tokens
         if start == 0:
-            self.cache = key.new_empty(2, rows, groups, self._max_tokens, size)
+            self.cache = key.new_empty(2, slots, groups, self._max_tokens, size)
         self.cache[..., start : self._length, :] = torch.stack([key, value]).permute(0, 2, 3, 1, 4)
         keys, values = self.cache[..., : self._length, :]
         if start == 0:
@@ -55,22 +56,22 @@ class _CachedAttention(Module):
             return out.permute(2, 0, 1, 3).flatten(2)
         assert tokens == 1
         # Treat heads that share a key as queries of one head, so that keys need not be repeated.
-        out = scaled_dot_product_attention(query.reshape(rows, groups, -1, size), keys, values)
-        return out.reshape(1, rows, -1)
+        out = scaled_dot_product_attention(query.reshape(slots, groups, -1, size), keys, values)
+        return out.reshape(1, slots, -1)
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Set the cache to these of its rows, in this order; only rows that move are copied."""
-        before, moved = self.cache, [place for place, row in enumerate(rows) if row != place]
-        if len(rows) > before.shape[1]:
-            self.cache, moved = before.new_empty(2, len(rows), *before.shape[2:]), list(range(len(rows)))
+    def keep(self, slots: Sequence[int]) -> None:
+        """Set the cache to these of its slots, in this order; only slots that move are copied."""
+        before, moved = self.cache, [place for place, slot in enumerate(slots) if slot != place]
+        if len(slots) > before.shape[1]:
+            self.cache, moved = before.new_empty(2, len(slots), *before.shape[2:]), list(range(len(slots)))
         if moved:
-            filled = before[:, [rows[place] for place in moved], :, : self._length]
+            filled = before[:, [slots[place] for place in moved], :, : self._length]
             self.cache[:, moved, :, : self._length] = filled
-        self.cache = self.cache[:, : len(rows)]
+        self.cache = self.cache[:, : len(slots)]
 
 
 class _Rotary(Module):
-    """RoPE angles of the fed tokens, for whole rows also on context-parallel ranks."""
+    """RoPE angles of the fed tokens, for whole sequences also on context-parallel ranks."""
 
     def __init__(self, angles: Module, max_tokens: int) -> None:
         super().__init__()
@@ -98,8 +99,8 @@ class Decoder:
         self._length = 0
 
     @contextmanager
-    def session(self, *, rows: int, max_tokens: int) -> Iterator[None]:
-        """Hold a cache for ``rows`` sequences of up to ``max_tokens`` tokens, prompt included. Inside, the
+    def session(self, *, slots: int, max_tokens: int) -> Iterator[None]:
+        """Hold a cache for ``slots`` sequences of up to ``max_tokens`` tokens, prompt included. Inside, the
         model is in evaluation mode, without sequence and context parallelism: one token cannot be split."""
         training = self._chunks[0].training
         for chunk in self._chunks:
@@ -124,7 +125,7 @@ class Decoder:
                 chunk.train(training)
 
     def feed(self, tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Append equally many tokens to every row; return the logits of the next token [rows, vocab_size],
+        """Append equally many tokens to every slot; return the logits of the next token [slots, vocab_size],
         fp32, the same on every rank. Collective."""
         self._one_has_tokens(True)
         return self._step(tokens)
@@ -132,7 +133,7 @@ class Decoder:
     def finish(self) -> None:
         """Compute this rank's experts for other ranks until all call this. Collective; not in a session."""
         while self._one_has_tokens(False):
-            with self.session(rows=1, max_tokens=1):
+            with self.session(slots=1, max_tokens=1):
                 self._step([[0]])
 
     def _one_has_tokens(self, mine: bool) -> bool:
@@ -174,11 +175,11 @@ class Decoder:
             dist.broadcast(logits, src=ranks[-1], group=self._pipeline)
         return logits
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Set the cache to these of its rows, in this order; a row may occur several times."""
+    def keep(self, slots: Sequence[int]) -> None:
+        """Set the cache to these of its slots, in this order; a slot may occur several times."""
         for chunk in self._chunks:
             for layer in chunk.decoder.layers:
-                layer.self_attention.core_attention.keep(rows)
+                layer.self_attention.core_attention.keep(slots)
 
     def settle(self, values: Tensor) -> Tensor:
         """Return the first rank's values on all ranks of a replica, so that all choose the same tokens."""
