@@ -62,15 +62,15 @@ def make_sources(data: Data, which: Which) -> tuple[Source, ...]:
     return tuple(make_source(data, dataset) for dataset in sets)
 
 
-def make_source(data: Data, one: DataSet) -> Source:
+def make_source(data: Data, dataset: DataSet) -> Source:
     """Return how to read the file of a set. Keys of the set's table take precedence over those of ``[data]``,
     and both over the preset, which is the set's or that of ``[data]``."""
-    keys: dict[str, Any] = dict(zip(_KEYS, PRESETS[one.preset or data.preset], strict=True))
-    for given in (data, one):
+    keys: dict[str, Any] = dict(zip(_KEYS, PRESETS[dataset.preset or data.preset], strict=True))
+    for given in (data, dataset):
         values = {key: getattr(given, key) for key in Reading.model_fields if key != "preset"}
         keys |= {key: value for key, value in values.items() if value is not None}
     keys["template"] = TEMPLATES.get(keys["template"], keys["template"])
-    return Source(file=one.file, name=one.title, weight=one.weight, **keys)
+    return Source(file=dataset.file, name=dataset.title, weight=dataset.weight, **keys)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,9 +98,9 @@ def _cells(summary: Summary, sets: Sequence[str], sign: str) -> Iterable[str]:
         estimates = summary.sets.get(name, summary.average)
         largest = _drawn(estimates)[-1]
         for key in ("mean", f"pass@{largest}", f"maj@{largest}"):
-            one = estimates[key]
-            value, low, high = (_percent(x, sign) for x in (one.value, one.low, one.high))
-            yield f"{value} [n/a]" if math.isnan(one.low) else f"{value} [{low}, {high}]"
+            estimate = estimates[key]
+            value, low, high = (_percent(x, sign) for x in (estimate.value, estimate.low, estimate.high))
+            yield f"{value} [n/a]" if math.isnan(estimate.low) else f"{value} [{low}, {high}]"
 
 
 def _drawn(figures: Iterable[str]) -> list[int]:

@@ -76,10 +76,10 @@ def summarize(sets: Mapping[str, Quantities], samples: int | Mapping[str, int]) 
     """Return means over problems with intervals, for the result of :func:`per_problem` or differences of two.
     ``samples`` is the number of completions per problem, or set → number."""
 
-    def estimates(some: Mapping[str, Quantities]) -> dict[str, Estimate]:
-        first, *others = some.values()
+    def estimates(given: Mapping[str, Quantities]) -> dict[str, Estimate]:
+        first, *others = given.values()
         names = [name for name in first if all(name in other for other in others)]
-        tables = {dataset: np.stack([values[name] for name in names], 1) for dataset, values in some.items()}
+        tables = {dataset: np.stack([values[name] for name in names], 1) for dataset, values in given.items()}
         return dict(zip(names, interval_of_means(tables), strict=True))
 
     return Summary(

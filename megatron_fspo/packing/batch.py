@@ -326,8 +326,8 @@ class MicroBatches(Sequence[MicroBatch]):
     def __getitem__(self, index: slice) -> MicroBatches: ...
     def __getitem__(self, index: int | slice) -> MicroBatch | MicroBatches:
         if isinstance(index, slice):
-            some = {name: tensors[index] for name, tensors in self.columns.items()}
-            return MicroBatches(self.sequences, self.on_host[index], self._device, some)
+            sliced = {name: tensors[index] for name, tensors in self.columns.items()}
+            return MicroBatches(self.sequences, self.on_host[index], self._device, sliced)
         columns: dict[str, Any] = {name: tensors[index] for name, tensors in self.columns.items()}
         return replace(self.on_host[index].to(self._device), **columns)
 

@@ -161,10 +161,10 @@ class Function(Verifier):
         return Grade(score=score, answer=None if answer is None else canonical(form(answer)))
 
 
-def outcome(one: GradeOrFailure | Future[GradeOrFailure], request: GradeRequest) -> GradeOrFailure:
+def outcome(grade: GradeOrFailure | Future[GradeOrFailure], request: GradeRequest) -> GradeOrFailure:
     """Return the grade of a verifier's answer; its exception becomes a failure."""
     try:
-        return one.result() if isinstance(one, Future) else one
+        return grade.result() if isinstance(grade, Future) else grade
     except (Exception, SystemExit, CancelledError) as error:  # would be lost otherwise
         return request.raised(error)
 

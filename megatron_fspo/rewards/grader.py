@@ -88,7 +88,7 @@ class Grader:
 
         with Grader(config.reward, max_response_tokens=config.rollout.max_response_tokens) as grader:
             pending = [grader.submit(prompt, completion, text) for prompt, completion, text in batch]
-            grades = [one.result() for one in pending]
+            grades = [future.result() for future in pending]
 
     The length penalty reaches its maximum at ``max_response_tokens``. Raises as :func:`check_reward`.
     """

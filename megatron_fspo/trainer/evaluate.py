@@ -86,8 +86,8 @@ def portions(inputs: Inputs, data_ranks: int) -> list[Portion]:
         samples = config.evaluation_samples[name]
         size = max(1, config.rollout.max_batch // samples) * data_ranks
         for start in range(0, len(prompts), size):
-            some = tuple(prompts[start : start + size])
-            every.append(Portion(dataset=name, prompts=some, samples=samples))
+            part = tuple(prompts[start : start + size])
+            every.append(Portion(dataset=name, prompts=part, samples=samples))
     return every
 
 

@@ -110,7 +110,7 @@ def lines(layout: str, results: Sequence[Result]) -> str:
     table, errors = [], ("log_prob", "log_ratio_sum", "loss", "grad_norm")
     for dtype in dict.fromkeys(result.dtype for result in results):
         rows = [result for result in results if result.dtype == dtype]
-        worst = max((row.errors for row in rows), key=lambda one: one.gradient)
+        worst = max((row.errors for row in rows), key=lambda errors: errors.gradient)
         short = worst.worst_parameter.removeprefix("model.")
         for long, brief in _SHORTER.items():
             short = short.replace(long, brief)

@@ -188,13 +188,7 @@ def diagnose(
 
 
 def _causes(
-    outcome: Outcome,
-    want: Reference,
-    errors: Errors,
-    limit: float,
-    layout: Layout,
-    replay: bool,
-    sums: int,
+    outcome: Outcome, want: Reference, errors: Errors, limit: float, layout: Layout, replay: bool, sums: int
 ) -> Iterator[tuple[str, str]]:
     tokens = sum(len(row) for row in want.log_probs)
     if (outcome.seen != 1).any():

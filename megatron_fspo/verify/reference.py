@@ -312,11 +312,7 @@ def _hidden_states(
 
 
 def _attention(
-    weights: Mapping[str, Tensor],
-    arch: Architecture,
-    x: Tensor,
-    table: tuple[Tensor, Tensor],
-    rows: Tensor,
+    weights: Mapping[str, Tensor], arch: Architecture, x: Tensor, table: tuple[Tensor, Tensor], rows: Tensor
 ) -> Tensor:
     """Return softmax(q·kᵀ / √d)·v over earlier tokens of the row, [t, hidden] → [t, hidden].
 

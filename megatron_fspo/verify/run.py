@@ -91,13 +91,13 @@ def verify(
         for index, dtype in enumerate(possible := possible_dtypes(layout, dtypes)):
             model = variants[number][(number + index) % len(variants[number])]
             policy = build(layout, model, _weights(model, dtypes), backend, groups, dtype)
-            some = asked if planned.every_case else _share(asked, index, len(possible), number)
+            chosen = asked if planned.every_case else _share(asked, index, len(possible), number)
             if dtype == torch.bfloat16:
-                some = [case for case in some if case.loss.DECIDES_BY_RATIOS]
+                chosen = [case for case in chosen if case.loss.DECIDES_BY_RATIOS]
                 if layout.moe:  # rounding decides between experts of nearly equal score
-                    some = [replace(case, replay=True) for case in some if not case.aux_loss_coef]
+                    chosen = [replace(case, replay=True) for case in chosen if not case.aux_loss_coef]
             routes = _routes(model, dtypes) if layout.moe else None
-            results += check_cases(policy, layout, some, wanted[model], temperature, routes)
+            results += check_cases(policy, layout, chosen, wanted[model], temperature, routes)
         report(layout, results)
         done += results
         # Megatron does not destroy its groups, whose threads stay busy: every layout starts anew.

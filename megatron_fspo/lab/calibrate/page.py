@@ -107,9 +107,9 @@ def _checks(noisy: Sequence[NoiseRecord]) -> Table:
     )
 
 
-def _name(one: NoiseRecord) -> str:
+def _name(record: NoiseRecord) -> str:
     """Return its precision, and whether that is emulated."""
-    return f"{one.precision} (emulated)" if one.emulated else one.precision
+    return f"{record.precision} (emulated)" if record.emulated else record.precision
 
 
 def both(figure: Interval, form: str = ".2g") -> str:
@@ -161,5 +161,5 @@ def _spread(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
     legend(axes, columns=2)
 
 
-def _label(one: NoiseRecord) -> str:
-    return f"{one.kind}, {one.precision}{'*' if one.emulated else ''}"
+def _label(record: NoiseRecord) -> str:
+    return f"{record.kind}, {record.precision}{'*' if record.emulated else ''}"

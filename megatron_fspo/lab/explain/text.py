@@ -217,8 +217,8 @@ def _dump(explanation: Explanation) -> str:
 
 
 def _parts(parts: Parts) -> str:
-    def figure(one: Estimate, form: str = ".3g") -> str:
-        return with_interval(one.value, one.low, one.high, form)
+    def figure(estimate: Estimate, form: str = ".3g") -> str:
+        return with_interval(estimate.value, estimate.low, estimate.high, form)
 
     equal = f"; the two are equal at {parts.crossover:,.0f} tokens"
     return (

@@ -234,8 +234,8 @@ def _limits(plan: RunPlan, changes: Changes) -> str:
         "each of these single changes makes it fit (fastest first, by estimate):" if fitting else none
     )
     for text in fitting or list(changes)[:3]:
-        one = changes[text]
-        lines.append(f"  {text}: {_gib(one.worst.total)} GiB, {_time(one.seconds)} s per step")
+        changed = changes[text]
+        lines.append(f"  {text}: {_gib(changed.worst.total)} GiB, {_time(changed.seconds)} s per step")
     return "\n".join(lines)
 
 

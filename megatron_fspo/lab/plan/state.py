@@ -48,8 +48,8 @@ def state(shape: Shape, stage: int, rank: int = 0) -> State:
         same_experts = shape.world // shape.parallel.pipeline // shape.parallel.expert
         for expert, ranks in ((False, shape.reduced_over), (True, same_experts)):
             frozen += sum(param.count for param in chunk if param.expert is expert and param.frozen)
-            some = [param for param in chunk if param.expert is expert and not param.frozen]
-            spans, buckets = _buffer(some, ranks, bucket, padded=shape.parallel.distributed_optimizer)
+            trained = [param for param in chunk if param.expert is expert and not param.frozen]
+            spans, buckets = _buffer(trained, ranks, bucket, padded=shape.parallel.distributed_optimizer)
             whole = buckets[-1][1] if buckets else 0
             size += whole
             held += _part(spans, buckets, ranks, rank) if shape.parallel.distributed_optimizer else whole

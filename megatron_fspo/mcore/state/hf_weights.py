@@ -101,7 +101,7 @@ def export_adapters(model: Model, out: Path, *, base: Path) -> None:
 def adapter_tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
     """Yield the factors of the model's adapters, like :func:`hf_tensors`."""
     return hf_tensors(
-        model, [filter(lambda one: is_adapter(one[0]), chunk.named_parameters()) for chunk in model.chunks]
+        model, [filter(lambda pair: is_adapter(pair[0]), chunk.named_parameters()) for chunk in model.chunks]
     )
 
 
@@ -116,7 +116,7 @@ def base_tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
     """Yield the model's weights without adapters, like :func:`hf_tensors`."""
     return hf_tensors(
         model,
-        [filterfalse(lambda one: is_adapter(one[0]), chunk.named_parameters()) for chunk in model.chunks],
+        [filterfalse(lambda pair: is_adapter(pair[0]), chunk.named_parameters()) for chunk in model.chunks],
     )
 
 

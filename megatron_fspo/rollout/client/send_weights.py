@@ -39,11 +39,7 @@ Bucket = Sequence[tuple[str, Tensor]]
 
 
 def send_weights(
-    servers: Sequence[Server],
-    sender: Sender,
-    loop: Loop,
-    tensors: Iterable[tuple[str, Tensor]],
-    version: int,
+    servers: Sequence[Server], sender: Sender, loop: Loop, tensors: Iterable[tuple[str, Tensor]], version: int
 ) -> Exception | None:
     """Pause ``servers`` and send them ``version`` of the weights. Return the error, if any. ``tensors`` is a
     collective of the trainer's ranks, so it is read to its end even after an error."""
