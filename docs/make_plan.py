@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fspo.config.loading import load_config
@@ -29,11 +30,61 @@ LARGE = {
     "--model.recompute full",
 }
 
+SHAPE = "--rollout.prompts 64 --rollout.samples 32 --data.max_prompt_tokens 512 --rollout.max_response_tokens 3584"
+SHAPE += " --batch.mini_batches 4 --batch.max_tokens 8192 --loss.kl_coef 0.01 --vllm.colocated true --vllm.transfer gloo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A step that others have timed on H100s: GRPO with 2,048 responses, four optimizer steps, and log-probs of a
+    reference model, on GPUs that also sample. A prompt is assumed to have 100 tokens."""
+
+    model: str
+    gpus: int
+    server_gpus: int
+    tokens: int
+    """Mean tokens of a response."""
+    layout: str
+    seconds: float
+
+    def plan(self) -> RunPlan:
+        words = f"{SHAPE} {self.layout}".split()
+        given = Given(
+            world=self.gpus,
+            servers=self.gpus // self.server_gpus,
+            server_gpus=self.server_gpus,
+            mean_prompt=100,
+            mean_response=self.tokens,
+            server_share=0.8,
+        )
+        return make_plan(load_config(FILES, words), PRESETS[self.model], given)
+
+
+PUBLISHED = [
+    # NeMo-RL#959, rollout 58, log-probs 18, training 28, weights 5; then NeMo-RL's docs/about/performance-summary.md
+    # for its version 0.4, on-policy, whose lengths include the prompt.
+    Published(
+        model="llama-3.1-8b", gpus=8, server_gpus=1, tokens=795, seconds=112,
+        layout="--parallel.tensor 1 --parallel.sequence false --parallel.pipeline 2",
+    ),
+    Published(
+        model="llama-3.1-8b", gpus=16, server_gpus=1, tokens=960, seconds=97.7,
+        layout="--parallel.tensor 1 --parallel.sequence false --parallel.pipeline 2",
+    ),
+    Published(
+        model="qwen3-32b", gpus=32, server_gpus=4, tokens=3106, seconds=393,
+        layout="--parallel.tensor 4 --parallel.sequence true --parallel.pipeline 4",
+    ),
+    Published(
+        model="qwen3-30b-a3b", gpus=32, server_gpus=4, tokens=3054, seconds=225,
+        layout="--parallel.tensor 2 --parallel.sequence true --parallel.expert 8",
+    ),
+]  # fmt: skip
+
 HEAD = """\
 # Plan a run
 
-Read this if you want to know, before you book GPUs, whether a run fits, how large its checkpoints are and about how long a step takes.
-`make docs` makes this page.
+For anyone who wants to know before booking GPUs whether a run fits and about how long a step takes. `make docs` makes this page.
 
 ```
 megatron-fspo plan --config examples/qwen3_8b/run.toml --model qwen3-8b --nproc 8
@@ -66,8 +117,8 @@ The exit status is 0 if the run fits, 1 if it does not (then `plan` lists single
   Transformer Engine's layers and {local} with local ones on a GPU.
 - **On top** of them: the largest of a layer's backward, the head, and the embedding's backward.
 - **Experts**: tokens spread evenly; a note says what twice the share costs a rank.
-- **Sampling and weight updates**: the embedded engine's KV cache for `rollout.max_batch` responses of full length, and two buckets of 256 MiB for
-  updates. Training, sampling and updates never overlap, so the total has only the largest.
+- **Sampling and weight updates**: the embedded engine's KV cache for `rollout.max_batch` full responses, and two buckets of 256 MiB. Training,
+  sampling and updates never overlap: the total has the largest.
 - **The reserve**: on one H200, CUDA and the 21 process groups of one rank took 8.7 GiB. The rest is assumed, as are **vLLM servers**.
 
 ## Accuracy
@@ -86,14 +137,19 @@ random Qwen3-0.6B, in {layouts} layouts. The planned peaks are {lowest} to {high
 Steps of 8 layers on one H200 took 0.4 to 0.9% more memory than planned ([results](../benchmarks/results/gpu_h200.md)).
 
 **Times are estimates.** A phase takes its arithmetic or memory reads plus all its messages, without overlap, at assumed
-shares of an H100's datasheet speeds. FP8's factor and the embedded sampler's steps are the H200's; its bf16 passes reached 0.58 of the peak, not 0.4. Short kernels, uneven packs, rewards, evaluation and checkpoints are left out. Use them to compare layouts,
-not to book a cluster.
+shares of an H100's datasheet speeds. FP8's factor and the embedded sampler's steps are the H200's; its bf16 passes reached 0.58 of the peak, not 0.4. Short kernels, uneven packs, rewards, evaluation and checkpoints are left out. [NeMo-RL](https://github.com/NVIDIA-NeMo/RL/blob/main/docs/about/performance-summary.md) has published GRPO steps of 2,048 responses on H100s (the
+first in its issue 959); `PUBLISHED` in `docs/make_plan.py` plans them:
+
+| model | GPUs | tokens | published, s | planned, s |
+|---|---|---|---|---|
+{published}
+
+Use them to compare layouts; the mixture's is a third too short.
 
 ## Qwen3-32B and Qwen3-235B-A22B
 
-`python docs/make_plan.py` plans [run.toml](../examples/qwen3_8b/run.toml) with [four_nodes.toml](../examples/qwen3_8b/four_nodes.toml) and 1,024
-prompts per step. Half of the 80 GB GPUs train, the others sample. Checkpoints have {checkpoints} GiB. In the mixture of experts, a rank with twice
-its share of tokens needs {uneven} GiB more. Seconds are estimates.
+[run.toml](../examples/qwen3_8b/run.toml) with [four_nodes.toml](../examples/qwen3_8b/four_nodes.toml) and 1,024 prompts per step; half of the 80 GB
+GPUs train. Checkpoints have {checkpoints} GiB. A rank with twice its share of the mixture's tokens needs {uneven} GiB more. Seconds are estimates.
 
 | model | GPUs | layout of those that train | worst rank, GiB of 70 | fits | rollout, s | old pass, s | update, s |
 |---|---|---|---|---|---|---|---|
@@ -115,6 +171,7 @@ def render() -> str:
         lowest=f"{min(ratios):.3f}",
         highest=f"{max(ratios):.3f}",
         traced="\n".join(_traced()),
+        published="\n".join(map(_published, PUBLISHED)),
         checkpoints=" and ".join(dict.fromkeys(f"{plan.checkpoint / GIB:,.0f}" for _, _, plan in plans)),
         uneven=" to ".join(
             sorted({f"{plan.worst.uneven / GIB:.1f}" for _, _, plan in plans if plan.worst.uneven})
@@ -137,6 +194,11 @@ def _traced() -> Iterator[str]:
     for name, row in json.loads(TRACES.read_text(encoding="utf-8"))["rows"].items():
         peak, planned = row["peak"] / GIB, row["planned"] / GIB
         yield f"| {name} | {peak:.2f} | {planned:.2f} | {planned / peak - 1:+.1%} |"
+
+
+def _published(step: Published) -> str:
+    plan = step.plan()
+    return f"| {step.model} | {step.gpus} | {step.tokens:,} | {step.seconds:g} | {plan.seconds:.0f} |"
 
 
 def _plan_of(model: str, layout: str, gpus: int) -> RunPlan:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
+from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
@@ -23,12 +25,23 @@ PAGE = REPO / "docs/config.md"
     ],
 )
 def test_a_page_made_from_code_is_what_the_code_says(script: str, page: str) -> None:
+    text = (REPO / "docs" / page).read_text(encoding="utf-8")
+    assert text == made_by(script).render(), f"docs/{page} is stale: run `make docs`"
+
+
+def test_planned_steps_are_as_long_as_published_ones() -> None:
+    for step in made_by("make_plan").PUBLISHED:
+        ratio = step.plan().seconds / step.seconds
+        assert (0.6 if "a3b" in step.model else 0.85) < ratio < 1.15, step
+
+
+def made_by(script: str) -> ModuleType:
+    """The module of docs/."""
     spec = importlib.util.spec_from_file_location(script, REPO / f"docs/{script}.py")
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[script] = importlib.util.module_from_spec(spec)  # dataclasses look there
     spec.loader.exec_module(module)
-    text = (REPO / "docs" / page).read_text(encoding="utf-8")
-    assert text == module.render(), f"docs/{page} is stale: run `make docs`"
+    return module
 
 
 def test_the_gallery_has_its_pictures_and_they_are_small() -> None:

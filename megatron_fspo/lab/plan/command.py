@@ -14,7 +14,7 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.lab.plan.plan import GIB, Given, RunPlan, make_plan
 from megatron_fspo.lab.plan.presets import find_model
 from megatron_fspo.lab.plan.shape import Shape
-from megatron_fspo.lab.plan.speed import Machine, fixed_seconds
+from megatron_fspo.lab.plan.speed import Machine, fixed_seconds, share_of_peak
 from megatron_fspo.packing.zigzag import padded_length
 from megatron_fspo.weights import Architecture
 
@@ -206,9 +206,9 @@ def _times(plan: RunPlan) -> str:
 
 def _assumptions(plan: RunPlan) -> str:
     m, work, given = plan.given.machine, plan.work, plan.given
-    milliseconds = fixed_seconds(plan.shape, work, m) * 1000
+    share, milliseconds = share_of_peak(plan.shape, m), fixed_seconds(plan.shape, work, m) * 1000
     return (
-        f"assumed per GPU: {m.flops / 1e12:g} TFLOP/s × {m.flops_share:g}; memory {m.memory / 1e12:g} TB/s "
+        f"assumed per GPU: {m.flops / 1e12:g} TFLOP/s × {share:g}; memory {m.memory / 1e12:g} TB/s "
         f"× {m.memory_share:g}; within a node of {m.node} GPUs {m.links / 1e9:g} GB/s × {m.links_share:g},\n"
         f"  between nodes {m.network / 1e9:g} GB/s × {m.network_share:g}; weight updates through a CPU "
         f"{m.host / 1e9:g} GB/s;\n  {milliseconds:.3g} ms per decoding step; mean prompt "
