@@ -42,7 +42,8 @@ def test_files_of_a_loss_and_of_a_layout_change_nothing_else() -> None:
     for loss in LOSSES:
         assert set(read(loss)) == {"run", "loss"} and set(read(loss)["run"]) == {"name"}
         assert config(loss).loss.name == config(loss).run.name == loss
-    method = {"rollout.engine", "batch.max_tokens", "vllm.urls", "vllm.transfer", "vllm.colocated"}
+    method = {"rollout.engine", "batch.max_tokens"}
+    method |= {f"vllm.{key}" for key in ("urls", "transfer", "colocated", "in_flight")}
     for layout in LAYOUTS:
         changed = {f"{section}.{key}" for section, keys in read(layout).items() for key in keys}
         assert {key for key in changed if not key.startswith("parallel.")} <= method
@@ -55,6 +56,8 @@ def test_all_files_go_together() -> None:
         assert found.rollout.engine == ("vllm" if layout else config().rollout.engine)
         assert found.rollout.prompts * found.rollout.samples == 1024
         assert 8 % found.parallel.model_size == 0, "a model is within a node"
+    for layout in set(LAYOUTS) - {"colocated"}:
+        assert config(layout, "ahead").rollout.max_staleness == 1
 
 
 def test_the_other_model_changes_no_method() -> None:

@@ -201,7 +201,8 @@ def _times(plan: RunPlan) -> str:
     for phase in plan.phases:
         parts = ", ".join(f"{name} {_time(value)}" for name, value in phase.parts.items() if value)
         lines.append(f"  {phase.name:<10}{_time(phase.seconds):>8}   {parts or 'nothing to do'}")
-    return "\n".join([*lines, f"  {'total':<10}{_time(plan.seconds):>8}"])
+    beside = "   the rollout of the next step runs beside training" if plan.work.ahead else ""
+    return "\n".join([*lines, f"  {'total':<10}{_time(plan.seconds):>8}{beside}"])
 
 
 def _assumptions(plan: RunPlan) -> str:

@@ -123,7 +123,8 @@ class RunPlan:
 
     @property
     def seconds(self) -> float:
-        return sum(phase.seconds for phase in self.phases)
+        rollout, *training, sync = (phase.seconds for phase in self.phases)
+        return (max if self.work.ahead else sum)((rollout, sum(training))) + sync
 
 
 def make_plan(config: Config, arch: Architecture, given: Given) -> RunPlan:
@@ -231,6 +232,7 @@ def _work(config: Config, shape: Shape, given: Given, servers: ServerMemory | No
         sampler_gpus=gpus,
         side_by_side=side_by_side,
         embedded=servers is None,
+        ahead=rollout.max_staleness > 0,
     )
 
 

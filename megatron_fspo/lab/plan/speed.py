@@ -79,6 +79,8 @@ class Work:
     """Responses that a sampler decodes at a time."""
     embedded: bool
     """True if the trainer samples."""
+    ahead: bool
+    """True if servers sample the next rollout while the trainer trains."""
 
     @property
     def tokens(self) -> float:
