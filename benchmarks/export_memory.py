@@ -25,14 +25,13 @@ import torch.distributed as dist
 from machine import ROOT, machine, options_of
 from megatron_fspo import config as options
 from megatron_fspo.lab.plan.presets import PRESETS
-from megatron_fspo.lab.plan.state import BUCKET
 from megatron_fspo.mcore.machine.backend import choose_backend
 from megatron_fspo.mcore.machine.startup import start, stop
 from megatron_fspo.mcore.model.model import is_expert
 from megatron_fspo.mcore.model.policy import Model
 from megatron_fspo.mcore.state.hf_weights import export_hf, hf_tensors
+from megatron_fspo.parallel import buckets
 from megatron_fspo.parallel.groups import gather_lists
-from megatron_fspo.rollout.client.send_weights import in_buckets
 from megatron_fspo.weights import Architecture, Experts
 from megatron_fspo.weights.table import expected_hf_shapes
 from plan_rank import LiveBytes
@@ -54,14 +53,15 @@ def main() -> None:
     parser.add_argument("out", nargs="?", type=Path, default=RESULTS, help="JSON: by rank what was measured")
     parser.add_argument("--narrow", action="store_true")
     args = parser.parse_args()
-    arch, bucket = (NARROW, 2**17) if args.narrow else (WIDE, BUCKET)
+    arch, bucket = (NARROW, 2**17) if args.narrow else (WIDE, buckets.BUCKET_BYTES)
+    buckets.BUCKET_BYTES = bucket
     model = random_model(arch)
     parameters = dict(model.chunks[0].named_parameters())
     experts = [one.nbytes for name, one in parameters.items() if is_expert(name)]
     sizes = {"weights": sum(one.nbytes for one in parameters.values()), "shard": sum(experts)}
 
     def update() -> None:
-        for one in in_buckets(hf_tensors(model, [parameters.items()]), bucket):
+        for one in buckets.in_buckets(hf_tensors(model, [parameters.items()])):
             for _, tensor in one:
                 tensor.contiguous()
             del tensor  # the bucket is on its way while the next is gathered

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
 from megatron_fspo.errors import InputError
+from megatron_fspo.parallel.buckets import packed_bytes, unpack
 
 Join = Callable[[Store, int, int, timedelta, str], Any]
 """(store, rank, size, timeout, IP address of this rank) → process group, once all ranks have called it."""
@@ -109,14 +110,14 @@ class Receiver:
     def tensors(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that the trainer broadcasts next, in this order, holding one at a time. Raises
-        ``RuntimeError`` if there is no group, or a tensor does not arrive in time."""
+        """Yield the tensors that the trainer broadcasts next, packed into one message. Raises
+        ``RuntimeError`` if there is no group, or they do not arrive in time."""
         if self._group is None:
             raise RuntimeError("weight update before /init_weight_transfer_engine")
-        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-            tensor = torch.empty(list(shape), dtype=getattr(torch, dtype), device=self._device)
-            self._group.broadcast([tensor], dist.BroadcastOptions()).wait(self._timeout)
-            yield name, tensor
+        kinds = [getattr(torch, dtype) for dtype in dtypes]
+        packed = torch.empty(packed_bytes(kinds, shapes), dtype=torch.uint8, device=self._device)
+        self._group.broadcast([packed], dist.BroadcastOptions()).wait(self._timeout)
+        yield from zip(names, unpack(packed, kinds, shapes), strict=True)
 
     def close(self) -> None:
         """Leave the group."""

@@ -27,8 +27,9 @@ CPU = torch.device("cpu")
 class Workers:
     """A server of ``count`` workers; the routes of an update answer as vLLM's do.
 
-    ``fault`` is what happens in the second update, after the first tensor of its second bucket: ``raise`` (in
-    all workers), ``hang`` (the first worker stops for good) or ``die`` (the server is gone).
+    ``fault`` is what happens in the second update. Before its second bucket comes: ``hang`` (the first worker
+    stops for good). After the first tensor of that bucket: ``raise`` (in all workers) or ``die`` (the server is
+    gone).
     """
 
     def __init__(
@@ -128,6 +129,8 @@ class Workers:
         fault = self._fault if (self._updates, self._buckets) == (2, 2) else None
 
         def load(number: int) -> None:
+            if fault == "hang" and number == 0:
+                self._end.wait()
             loaded = self._loaded[number]
             sent = self._receivers[number].tensors(info["names"], info["dtype_names"], info["shapes"])
             held = self._held[number]
@@ -144,8 +147,6 @@ class Workers:
             raise
 
     def _do(self, fault: str | None, number: int) -> None:
-        if fault == "hang" and number == 0:
-            self._end.wait()
         if fault == "die":
             self._dead = True
         if fault in ("die", "raise"):

@@ -27,8 +27,9 @@ from megatron_fspo.mcore.machine.backend import choose_backend
 from megatron_fspo.mcore.machine.startup import start, stop
 from megatron_fspo.mcore.model.policy import Policy
 from megatron_fspo.mcore.state.hf_weights import export_hf, hf_tensors, load_hf
+from megatron_fspo.parallel.buckets import in_buckets
 from megatron_fspo.rollout.client import send_weights
-from megatron_fspo.rollout.client.send_weights import BroadcastSender, in_buckets
+from megatron_fspo.rollout.client.send_weights import BroadcastSender
 from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.weights import read_architecture
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_fspo.config import VLLM
 from megatron_fspo.job.remote import Loop, http_client
+from megatron_fspo.parallel.buckets import in_buckets
 from megatron_fspo.parallel.control import Control
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.rollout import delta
@@ -24,7 +25,7 @@ from megatron_fspo.rollout.client import send_weights as client_weights
 from megatron_fspo.rollout.client.engine import Leader, Trainer, VLLMEngine
 from megatron_fspo.rollout.client.pool import Pool
 from megatron_fspo.rollout.client.proof import WrongWeights
-from megatron_fspo.rollout.client.send_weights import BroadcastSender, in_buckets
+from megatron_fspo.rollout.client.send_weights import BroadcastSender
 from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.rollout.delta import Changes, Held
 

@@ -26,8 +26,9 @@ from fake_vllm import until
 from launch import run_worker
 from megatron_fspo.errors import InputError
 from megatron_fspo.job.remote import Loop, http_client
+from megatron_fspo.parallel.buckets import in_buckets
 from megatron_fspo.rollout.client import send_weights as client_weights
-from megatron_fspo.rollout.client.send_weights import BroadcastSender, in_buckets
+from megatron_fspo.rollout.client.send_weights import BroadcastSender
 from megatron_fspo.rollout.client.server import Server, ServerLost
 from megatron_fspo.rollout.links import join_nccl
 
@@ -118,13 +119,6 @@ def test_a_failure_is_reported_in_time(sent: tuple[Path, list]) -> None:
         limit = TIMEOUT_SECONDS + 10 if fault == "hang" else TIMEOUT_SECONDS
         assert failed["seconds"] < limit + 5, (name, fault)
         assert [route for route, _ in servers[-1].asked].count("/finish_weight_update") in (1, 2)
-
-
-def test_buckets() -> None:
-    tensors = [(str(i), torch.zeros(n)) for i, n in enumerate([1, 2, 1, 9, 1, 1])]
-    names = [[name for name, _ in bucket] for bucket in in_buckets(tensors, 16)]
-    assert names == [["0", "1", "2"], ["3"], ["4", "5"]]
-    assert list(in_buckets([], 16)) == []
 
 
 WEIGHTS = {

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_fspo.lab.plan.shape import Parameter, Shape, stage_parameters
+from megatron_fspo.parallel.buckets import BUCKET_BYTES
 from megatron_fspo.weights import Architecture, adapter_shapes
 from megatron_fspo.weights.table import whole_model
 
-BUCKET = 256 * 2**20
-"""Bytes of a bucket of a weight update, see :mod:`megatron_fspo.rollout.client.send_weights`."""
 _GRADIENT = 4  # fp32
 _MOMENTS = 8  # Adam's two, fp32
 _MASTER = 4  # fp32 copy of bf16 parameters
@@ -124,8 +123,9 @@ def kv_bytes(shape: Shape, *, rows: int, tokens: int) -> int:
 
 
 def sending_bytes(shape: Shape) -> int:
-    """Return the peak bytes on the first rank during a weight update: a bucket being sent, the next one, and
-    the following parameter, both as shards from the other ranks and assembled."""
+    """Return the peak bytes on the first rank during a weight update: a bucket being sent, packed, the next
+    one, and the following parameter, both as shards from the other ranks and assembled. Experts of other
+    ranks come packed, and stay so while one of their tensors is in a bucket."""
     arch, width = shape.arch, shape.width
     most = before = held = 0
     for row, _, _ in whole_model(arch):
@@ -135,10 +135,11 @@ def sending_bytes(shape: Shape) -> int:
         copies = 2 if ranks > 1 else int(row.layout == "qkv")
         for size in sizes:
             most = max(most, before + held + copies * sum(sizes))
-            if held and held + size > BUCKET:
+            if held and held + size > BUCKET_BYTES:
                 before, held = held, 0
             held += size
-    return most
+    spread = arch.experts is not None and shape.parallel.expert > 1
+    return most + (3 if spread else 1) * BUCKET_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

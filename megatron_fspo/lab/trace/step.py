@@ -29,10 +29,11 @@ from megatron_fspo.mcore.state.hf_weights import fill, hf_tensors
 from megatron_fspo.mcore.state.offload import Offload
 from megatron_fspo.packing.pack import PackLayout, plan_step
 from megatron_fspo.packing.zigzag import padded_length
+from megatron_fspo.parallel.buckets import in_buckets, pack
 from megatron_fspo.parallel.control import Control, Timeouts
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.record.log import RunLog
-from megatron_fspo.rollout.client.send_weights import Bucket, in_buckets
+from megatron_fspo.rollout.client.send_weights import Bucket
 from megatron_fspo.trainer.batch import pack_and_score
 from megatron_fspo.trainer.optimize import OptimizerStep, observe, update
 from megatron_fspo.trainer.prepare import DTYPES, Inputs
@@ -104,9 +105,7 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
         with watch.during("weights"):  # what their sender does, up to the sending
             bucket: Bucket = ()
             for bucket in in_buckets(hf_tensors(run.policy)):  # the one before is on its way meanwhile
-                for _, tensor in bucket:
-                    tensor.contiguous()
-                del tensor
+                pack([tensor for _, tensor in bucket], backend.device)
             del bucket
         facts |= {"state": watch.trace.live}
         if config.vllm.colocated:
@@ -122,13 +121,16 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
 def _headers(arch: Architecture, stages: int, mine: int, dtype: torch.dtype) -> Iterator[Any]:
     """Yield what the other pipeline stages announce of their weights, by evenly divided layers."""
     for stage in (other for other in range(1, stages) if other != mine):
+        theirs = []
         for name, shape in expected_hf_shapes(arch).items():
             layer = re.match(r"model\.layers\.(\d+)\.", name)
             place = (
                 int(layer[1]) * stages // arch.num_layers if layer else (stages - 1) * ("embed" not in name)
             )
             if place == stage:
-                yield name, torch.Size(shape), dtype
+                theirs.append((name, torch.empty(shape, dtype=dtype, device="meta")))
+        for bucket in in_buckets(theirs):
+            yield [(name, tensor.dtype, tensor.shape) for name, tensor in bucket]
         yield None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import filterfalse
+from itertools import filterfalse, groupby
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_fspo.mcore.model.lora import first_values, is_adapter, merged_parameters
 from megatron_fspo.mcore.model.model import expert_offset, is_expert, layer_offset
 from megatron_fspo.mcore.model.policy import Model
+from megatron_fspo.parallel.buckets import in_buckets, pack, packed_bytes, unpack
 from megatron_fspo.parallel.groups import gather_lists, share
 from megatron_fspo.weights import (
     Reader,
@@ -143,7 +144,7 @@ def hf_tensors(
     mine = _stage_tensors(model, named, place)
     copy = [stage * stage_size + at for stage in range(groups.pp.size()) for at in range(places)]
     for stage in range(groups.pp.size()):
-        # The consumer may be slow, such as a disk. Meet, so that a collective waits for one tensor at most.
+        # The consumer may be slow, such as a disk. Meet, so that a collective waits for one bucket at most.
         groups.control.barrier(f"the first rank to request the weights of pipeline stage {stage}", copy)
         if place == 0:
             yield from _from_stage(mine, stage, groups.pp, model.backend.device)
@@ -156,7 +157,7 @@ def _stage_tensors(
     model: Model, named: Sequence[Iterable[tuple[str, Tensor]]], place: int
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield this pipeline stage's tensors, on its first rank; ``place`` is this rank's index in the stage."""
-    group, experts = model.groups.tp, model.groups.ep
+    group, experts, device = model.groups.tp, model.groups.ep, model.backend.device
     first = dist.get_process_group_ranks(group)[0]
 
     def gather(shard: Tensor) -> list[Tensor] | None:
@@ -167,42 +168,65 @@ def _stage_tensors(
         dist.gather(shard, shards, dst=first, group=group)
         return shards
 
-    def fetch(source: int, mine: Tensor) -> list[Tensor] | None:
-        expert = mine.contiguous() if experts.rank() == source else torch.empty_like(mine)
-        if source > 0:
-            dist.broadcast(expert, src=dist.get_process_group_ranks(experts)[source], group=experts)
+    def fetch(source: int, mine: Sequence[Tensor]) -> Iterable[Tensor]:
+        if source == 0:
+            return mine
+        rank = dist.get_process_group_ranks(experts)[source]
+        kinds, shapes = [tensor.dtype for tensor in mine], [tensor.shape for tensor in mine]
+        return _broadcast(mine if experts.rank() == source else None, kinds, shapes, rank, experts, device)
+
+    def keep(expert: Tensor) -> list[Tensor] | None:
         return [expert] if experts.rank() == 0 else None
 
     for chunk, parameters in zip(model.chunks, named, strict=True):
         offset = layer_offset(model.config, chunk)
-        for name, parameter in parameters:
-            one = [(name, parameter)]
-            if not is_expert(name) and place < group.size():
-                yield from iterate_hf_tensors(one, model.arch, gather, offset)
-            elif is_expert(name) and place < experts.size():
-                for source in range(experts.size()):  # one expert at a time, to limit memory
-                    before = source * model.arch.num_experts // experts.size()
-                    yield from iterate_hf_tensors(one, model.arch, partial(fetch, source), offset, before)
+        for of_experts, together in groupby(parameters, key=lambda pair: is_expert(pair[0])):
+            if not of_experts and place < group.size():
+                yield from iterate_hf_tensors(together, model.arch, gather, offset)
+            elif of_experts and place < experts.size():
+                for bucket in in_buckets(together):  # to limit memory
+                    names = [name for name, _ in bucket]
+                    mine = [parameter.detach() for _, parameter in bucket]
+                    for source in range(experts.size()):
+                        before = source * model.arch.num_experts // experts.size()
+                        theirs = zip(names, fetch(source, mine), strict=True)
+                        yield from iterate_hf_tensors(theirs, model.arch, keep, offset, before)
 
 
 def _from_stage(
     mine: Iterator[tuple[str, Tensor]], stage: int, group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Send the tensors of one pipeline stage to the first stage, one by one: header, then values."""
+    """Send the tensors of one pipeline stage to the first stage, a bucket at a time: header, then values."""
     source = dist.get_process_group_ranks(group)[stage]
     owner, writer = group.rank() == stage, group.rank() == 0
     if stage == 0:
         if writer:
             yield from mine
         return
+    buckets = in_buckets(mine if owner else ())
     while True:
-        own = next(mine, None) if owner else None
-        header = None if own is None else (own[0], own[1].shape, own[1].dtype)
+        own = next(buckets, None)
+        header = None if own is None else [(name, value.dtype, value.shape) for name, value in own]
         header = share(header, group=group, source=stage)
         if header is None:
             return
-        name, shape, dtype = header
-        values = own[1].contiguous() if own is not None else torch.empty(shape, dtype=dtype, device=device)
-        dist.broadcast(values, src=source, group=group)
+        names, kinds, shapes = zip(*header, strict=True)
+        values = None if own is None else [value for _, value in own]
+        received = _broadcast(values, kinds, shapes, source, group, device)
         if writer:
-            yield name, values
+            yield from zip(names, received, strict=True)
+
+
+def _broadcast(
+    values: Sequence[Tensor] | None,
+    dtypes: Sequence[torch.dtype],
+    shapes: Sequence[torch.Size],
+    source: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Iterator[Tensor]:
+    """Send tensors, None on all ranks but ``source``, to every rank of the group in one message."""
+    size = packed_bytes(dtypes, shapes)
+    packed = torch.empty(size, dtype=torch.uint8, device=device) if values is None else pack(values, device)
+    dist.broadcast(packed, src=source, group=group)
+    return unpack(packed, dtypes, shapes)

@@ -11,7 +11,7 @@ import asyncio
 import atexit
 import traceback
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from itertools import accumulate
@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_fspo.job.remote import Loop
+from megatron_fspo.parallel.buckets import in_buckets, pack
 from megatron_fspo.rollout.client.server import Server, ServerLost
 from megatron_fspo.rollout.common import is_loopback
 from megatron_fspo.rollout.delta import Changes
@@ -99,23 +100,6 @@ async def resume(servers: Sequence[Server]) -> None:
 async def _all(servers: Sequence[Server], route: str, body: Any = None, **how: Any) -> list[object]:
     how = {"timeout": CONTROL_SECONDS} | how
     return await asyncio.gather(*(server.post(route, body, **how) for server in servers))
-
-
-def in_buckets(
-    tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int = 256 * 2**20
-) -> Iterator[list[tuple[str, Tensor]]]:
-    """Group tensors into buckets of at most ``bucket_bytes``, or of one larger tensor. Holds at most one
-    bucket and the next tensor."""
-    bucket: list[tuple[str, Tensor]] = []
-    held = 0
-    for name, tensor in tensors:
-        if bucket and held + tensor.nbytes > bucket_bytes:
-            yield bucket
-            bucket, held = [], 0
-        bucket.append((name, tensor))
-        held += tensor.nbytes
-    if bucket:
-        yield bucket
 
 
 class BroadcastSender:
@@ -225,14 +209,14 @@ def _address_towards(servers: Sequence[Server]) -> str:
 
 def _broadcast(group: Any, device: torch.device, bucket: Bucket, timeout: timedelta) -> None:
     # The group is an argument, as this thread may still wait for it when the sender has created another.
-    for name, tensor in bucket:
-        sent = tensor.to(device).contiguous()  # kept until it has arrived
-        try:
-            # NCCL's stream waits for the current one. This thread waits for NCCL only with a timeout.
-            group.broadcast([sent], dist.BroadcastOptions()).wait(timeout)
-        except RuntimeError as error:
-            first = str(error).split(". ")[0]  # without gloo's second sentence, which adds nothing
-            raise ServerLost(f"the broadcast of {name} failed: {first}") from error
+    sent = pack([tensor for _, tensor in bucket], device)
+    try:
+        # NCCL's stream waits for the current one. This thread waits for NCCL only with a timeout.
+        group.broadcast([sent], dist.BroadcastOptions()).wait(timeout)
+    except RuntimeError as error:
+        first = str(error).split(". ")[0]  # without gloo's second sentence, which adds nothing
+        names = f"{bucket[0][0]} … {bucket[-1][0]}"
+        raise ServerLost(f"the broadcast of {names} failed: {first}") from error
 
 
 class DiskSender:

@@ -1,7 +1,7 @@
 """Code that runs inside vLLM: weight updates, checksums of weights, routes, and the check of the API key.
 
-Of this package it imports only ``errors`` and ``common``, ``links``, ``checksum`` and ``delta`` of
-``rollout``, which need torch only. vLLM's environment has this package without its dependencies.
+Of this package it imports only ``errors``, ``parallel.buckets`` and ``common``, ``links``, ``checksum`` and
+``delta`` of ``rollout``, which need torch only. vLLM's environment has this package without its dependencies.
 
 vLLM calls :func:`register` through the entry point ``vllm.general_plugins``. ``--weight-transfer-config
 '{"backend": "gloo"}'`` then selects a backend: ``gloo`` and ``torch_nccl`` broadcast from the trainer,
