@@ -28,7 +28,7 @@ _REASONS: dict[str, dict[str, str]] = {
         "make process.wait": "a run saves what it has; a second Ctrl-C ends the wait",
     },
     "mcore/passes/decode.py": {"_step dist.recv": "a collective has its own limit"},
-    "rewards/grade.py": {"outcome one.result": _DONE},
+    "rewards/grade.py": {"outcome grade.result": _DONE},
     "rewards/pool.py": {
         "__init__ start.result": "START_SECONDS",
         "call self._idle.get": "_Worker.call, which has limits",
@@ -45,12 +45,12 @@ _REASONS: dict[str, dict[str, str]] = {
         "generate asyncio.wait": "recovery_seconds, and the limits of every request",
         "generate trouble.result": _DONE,
     },
-    "rollout/embedded.py": {"_replies one.result": _DONE},
+    "rollout/embedded.py": {"_replies future.result": _DONE},
     "rollout/server/supervise.py": {
         "supervise_all server.exception": _DONE,
         "supervise_all wait": "servers run until a signal; then they are killed",
     },
-    "trainer/sampling.py": {"_awaited one.result": _DONE, "_awaited pending[number].result": _DONE},
+    "trainer/sampling.py": {"_awaited grade.result": _DONE, "_awaited pending[number].result": _DONE},
 }
 """File → function and call → why it cannot last."""
 ALLOWED = {(file, *wait.split()) for file, waits in _REASONS.items() for wait in waits}
