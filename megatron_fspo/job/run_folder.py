@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -57,14 +57,17 @@ class RunFolder:
 
 
 @contextmanager
-def hold_run_folder(config: Config, control: Control, resume: Resume) -> Iterator[RunFolder]:
-    """Lock the run folder for this job, for the duration of the context. Collective.
+def hold_run_folder(
+    config: Config, control: Control, resume: Resume, also: Mapping[str, str]
+) -> Iterator[RunFolder]:
+    """Lock the run folder for this job, for the duration of the context. ``also``: further facts that must
+    not differ between ranks. Collective.
 
     Raises:
         InputError: ranks differ, or do not share the folder; another job holds it; or as
             :func:`~megatron_fspo.job.checkpoints.checkpoints_to_resume`.
     """
-    prove_same(config, resume=resume)
+    prove_same(config, also, resume=resume)
     path, lock = config.run_folder, None
     if dist.get_rank() == 0:
         with control.waiting("the lock of the run folder") as wait:
