@@ -190,10 +190,11 @@ def test_the_launcher_raises_limits_and_says_where_dumps_of_a_hang_are(tmp_path:
         tmp_path,
         f"""
 import pathlib, resource
-from megatron_fspo.job.hang import record_collectives
+from megatron_fspo.job.hang import make_folder, record_collectives
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 assert soft == hard > 300
 record_collectives(pathlib.Path({str(tmp_path)!r}, "hang"))
+make_folder()
 pathlib.Path(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + os.environ["RANK"]).write_text("x")
 if os.environ["RANK"] == "1": os.abort()
 """,

@@ -13,13 +13,19 @@ NOTE = "MEGATRON_FSPO_DUMPS"
 
 
 def record_collectives(folder: Path) -> None:
-    """Turn the recorder on. Call it before process groups are made; the user's own settings stay."""
-    folder.mkdir(parents=True, exist_ok=True)  # NCCL does not make it
+    """Turn the recorder on. Call it before process groups are made; the user's own settings stay. NCCL does
+    not make the folder: :func:`make_folder` does, when the run folder is this job's."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     prefix = os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.absolute() / "rank_"))
     if note := os.environ.get(NOTE):
         Path(note).write_text(prefix)
+
+
+def make_folder() -> None:
+    """Make the folder for dumps, if the recorder is on."""
+    if prefix := os.environ.get("TORCH_FR_DUMP_TEMP_FILE"):
+        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
 
 
 def dumped(note: Path, since: float) -> str | None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_fspo.config import Config
 from megatron_fspo.job.checkpoints import Resume, checkpoint_folder, checkpoints_to_resume
 from megatron_fspo.job.consistency import prove_folder_is_shared, prove_same
+from megatron_fspo.job.hang import make_folder
 from megatron_fspo.job.lock import REFRESH_SECONDS, FolderLock, FolderThread
 from megatron_fspo.job.rank_status import ENDED, FAILED, Activity, status_writer
 from megatron_fspo.parallel.control import Control
@@ -83,6 +84,7 @@ def hold_run_folder(
         prove_folder_is_shared(path, control, nonce)
         parent = checkpoint_folder(config, 0).parent
         folder = RunFolder(path, control, [parent / name for name in names], lock, nonce)
+        make_folder()
         last = FAILED
         try:
             yield folder

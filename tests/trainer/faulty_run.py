@@ -21,6 +21,7 @@ from unittest import mock
 
 from megatron_fspo.cli import main
 from megatron_fspo.job import consistency, lock
+from megatron_fspo.job.hang import record_collectives
 from megatron_fspo.lab.status import examine, render
 from megatron_fspo.mcore.model.policy import Policy
 from megatron_fspo.mcore.model.policy_loss import PolicyLoss
@@ -165,6 +166,13 @@ def no_kernels(rank: str) -> Iterator[None]:
     problem = "no ptxas" if os.environ["RANK"] == rank else None
     with mock.patch.object(prepare, "check_head", lambda *_: problem):
         yield
+
+
+@contextmanager
+def on_nccl(folder: str) -> Iterator[None]:
+    """With NCCL's flight recorder on, as if there were GPUs."""
+    record_collectives(Path(folder))
+    yield
 
 
 @contextmanager

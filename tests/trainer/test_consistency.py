@@ -82,3 +82,12 @@ def test_a_rank_without_the_heads_kernels(tmp_path: Path) -> None:
     )
     assert re.search(want + r"no ptxas on rank 1 \(", result.stderr)
     assert not (tmp_path / "one").exists()
+
+
+@pytest.mark.slow
+def test_the_folder_for_dumps_of_a_hang_is_there_and_makes_no_run(tmp_path: Path) -> None:
+    """A folder that holds something is another run's, unless it is resumed."""
+    hang = tmp_path / "one/hang"
+    result = faulty(tmp_path, "one", ["on_nccl", str(hang)], "--run.steps", "1", "--evaluation.every", "0")
+    assert result.returncode == 0, result.stderr
+    assert hang.is_dir()
