@@ -10,6 +10,7 @@ from megatron_fspo.cli.command import JSON, NPROC, argument, command, config_fil
 from megatron_fspo.cli.console import import_megatron
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.errors import InputError
+from megatron_fspo.rollout.common import COLOCATED_SHARE
 
 
 @command(
@@ -25,9 +26,8 @@ from megatron_fspo.errors import InputError
     argument("--server-gpus N", "GPUs per vLLM server (default: as needed)", int),
     argument(
         "--server-share X",
-        "share of a server's GPU memory for vLLM, its --gpu-memory-utilization",
+        "part of a GPU for vLLM, its --gpu-memory-utilization (default: 0.9; colocated: 0.8)",
         float,
-        0.9,
     ),
     argument("--assume NAME=NUMBER", "speeds; --assume ? lists the names", default=[], nargs="+"),
     argument("--trace RANK", "trace the step of this rank on simulated GPUs", int),
@@ -54,19 +54,22 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise InputError(f"--{name.replace('_', '-')} {value:g}: must be a positive number")
-    if not 0 < args.server_share <= 1:
-        raise InputError(f"--server-share {args.server_share:g}: must be above 0 and at most 1")
+    default = COLOCATED_SHARE if config.vllm.colocated else 0.9
+    share = default if args.server_share is None else args.server_share
+    if not 0 < share <= 1:
+        raise InputError(f"--server-share {share:g}: must be above 0 and at most 1")
     if not 0 <= args.reserve < args.gpu_memory:
         raise InputError(f"--reserve {args.reserve:g}: must be less than --gpu-memory {args.gpu_memory:g}")
 
     from megatron_fspo.lab.plan.command import assumed, plan
     from megatron_fspo.lab.plan.plan import Given
 
-    names = ("mean_prompt", "mean_response", "servers", "server_gpus", "server_share")
+    names = ("mean_prompt", "mean_response", "servers", "server_gpus")
     given = Given(
         world=args.nproc,
         gpu_gib=args.gpu_memory,
         reserve_gib=args.reserve,
+        server_share=share,
         machine=assumed(args.assume),
         **{name: getattr(args, name) for name in names},
     )

@@ -19,6 +19,8 @@ MODEL = "policy"
 """The policy's model name in requests to servers."""
 CHECKSUMS = "weight_checksums"
 """The method that our worker extension adds to vLLM's workers."""
+COLOCATED_SHARE = 0.8
+"""Share of a GPU for vLLM beside a trainer, which keeps CUDA and its communicators there."""
 KEY_VARIABLE = "VLLM_API_KEY"
 # A bearer token of RFC 6750. JSON and repr escape none of its characters, so a plain text search can mask the
 # key wherever a server echoes it.

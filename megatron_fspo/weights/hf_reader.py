@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights.architecture import read_architecture
-from megatron_fspo.weights.reader import Slices
+from megatron_fspo.weights.reader import BLOCK_BYTES, Slices
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -57,6 +58,8 @@ class HFReader:
         if unlisted := self._entries.keys() - weight_map.keys() if weight_map else ():
             raise InputError(f"{index} does not list {min(unlisted)} in {self.file(min(unlisted))}")
         self._scales = self._pair_scales()
+        self._opened: Path | None = None
+        self._mapped = 0
 
     def _list(self, path: Path) -> None:
         if not path.is_file():
@@ -119,7 +122,7 @@ class HFReader:
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         entry = self._entry(name)
-        values = _read(entry, name, slices)
+        values = self._read(entry, name, slices)
         if entry.dtype != _FP8:
             return values
         selected = [part.indices(size) for part, size in zip(slices or (), entry.shape, strict=False)]
@@ -127,15 +130,17 @@ class HFReader:
         rows, columns = (
             torch.arange(first, end) // of for (first, end, _), of in zip(ranges, self._block, strict=True)
         )
-        scale = _read(self._scales[name], f"{name}{_SCALE}", None).float()
+        scale = self._read(self._scales[name], f"{name}{_SCALE}", None).float()
         return (values.float() * scale[rows][:, columns]).to(self._dequantised)
 
-
-def _read(entry: _Entry, name: str, slices: Slices | None) -> Tensor:
-    # The result is a view of the mapped file, so its memory is freed with it.
-    with safe_open(entry.path, framework="pt") as handle:
-        tensor: Tensor = handle.get_slice(name)[... if slices is None else slices]
-    return tensor
+    def _read(self, entry: _Entry, name: str, slices: Slices | None) -> Tensor:
+        # Opening reads the header, a millisecond per thousand tensors; what is read stays mapped until then.
+        if self._opened != entry.path or self._mapped > BLOCK_BYTES:
+            self._handle: Any = safe_open(entry.path, framework="pt")
+            self._opened, self._mapped = entry.path, 0
+        tensor: Tensor = self._handle.get_slice(name)[... if slices is None else slices]
+        self._mapped += tensor.nbytes
+        return tensor
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -115,7 +115,7 @@ SHIPPED = {"run": 8, "one_node": 4, "colocated": 8, "two_nodes": 8, "four_nodes"
 
 @pytest.mark.parametrize("file", SHIPPED)
 def test_shipped_configurations_of_8b_fit_80_gb(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, found = run_json(capsys, *words_of(file, SHIPPED[file]), "--server-share", "0.8")
+    status, found = run_json(capsys, *words_of(file, SHIPPED[file]))
     assert status == 0 and found["fits"] and not found["changes"]
     assert all(stage["total"] < 70 * GIB for stage in found["stages"])
 
@@ -131,7 +131,7 @@ def test_shipped_configurations_of_a_mixture_fit_80_gb(
     file: str, nproc: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = words_of_mixture(file, nproc)
-    status, found = run_json(capsys, *words, "--servers", str(nproc // 2), "--server-share", "0.8")
+    status, found = run_json(capsys, *words, "--servers", str(nproc // 2))
     assert status == 0 and found["server"]["gpus"] == 2
     # Half as many do not: where all of a node train, servers have to take turns with them.
     assert file == "four_nodes" or run(capsys, *words, "--nproc", "4", "--parallel.expert", "4")[0] == 1

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.rollout.common import KEY_VARIABLE, MODEL, api_key, is_loopback
+from megatron_fspo.rollout.common import COLOCATED_SHARE, KEY_VARIABLE, MODEL, api_key, is_loopback
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that the CPU attention of vLLM 0.32 supports."""
@@ -242,7 +242,8 @@ def command(options: ServerOptions, vllm: Installation) -> list[str]:
         # die. This concerns prompts, and responses that are read again after a weight update.
         words += ["--enforce-eager", "--no-enable-chunked-prefill"]
     elif options.colocated:  # on a CPU, vLLM has the sleep routes without this flag; they do nothing
-        words += ["--enable-sleep-mode"]
+        # CUDA and the communicators of the trainer stay on the GPU.
+        words += ["--enable-sleep-mode", "--gpu-memory-utilization", str(COLOCATED_SHARE)]
     if options.routes:
         words += ["--enable-return-routed-experts"]
         words += ["--worker-cls", ROUTES_WORKER, "--no-async-scheduling"] if vllm.on_cpu else []
