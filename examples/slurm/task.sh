@@ -27,7 +27,7 @@ servers)
   # A signal to the job is for the trainer, which may be in need of the servers until it has ended.
   trap '' TERM
   words='--backend nccl'
-  if [ -n "$COLOCATED" ]; then words='--backend gloo -- --gpu-memory-utilization 0.8'; fi
+  if [ -n "$COLOCATED" ]; then words='--backend gloo'; fi  # NCCL takes a GPU for one process
   for (( i = 0; i < SERVERS; i++ )); do
     gpu=$(( FIRST_GPU + i * SERVER_GPUS ))
     # shellcheck disable=SC2086  # words

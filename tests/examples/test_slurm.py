@@ -147,8 +147,7 @@ def test_where_the_servers_are(
             {"SERVER_GPUS": "2", "COLOCATED": "1"},
             0,
             4,
-            "--gpus 0-1 --gpus-per-server 2 --colocated --log L --backend gloo -- "
-            "--gpu-memory-utilization 0.8",
+            "--gpus 0-1 --gpus-per-server 2 --colocated --log L --backend gloo",
         ),
     ],
 )
