@@ -1,6 +1,6 @@
 """examples/slurm on a Slurm of this machine: stopped, requeued, and equal to an undisturbed job.
 
-    apt-get install slurm-wlm munge
+    apt-get install slurm-wlm munge iproute2
     python tests/cluster/slurm_local.py [--stops term batch requeue] [--kinds container verify] [--vllm MODEL]
 
 One slurmctld and two slurmd, each a node with a port of its own, cores that steps are bound to, and no
@@ -43,6 +43,7 @@ AuthInfo=socket={folder}/munge.socket
 CryptoType=crypto/munge
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/affinity
+TaskPluginParam=Cores
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 MpiDefault=none
@@ -70,9 +71,9 @@ def why_not() -> str | None:
     """The reason why this cannot run here, if there is one."""
     if os.geteuid() != 0:
         return "slurmd starts jobs as their users: needs root"
-    for program in ("slurmctld", "slurmd", "munged", "unshare"):
+    for program in ("slurmctld", "slurmd", "munged", "unshare", "ip"):
         if subprocess.run(["which", program], capture_output=True).returncode:
-            return f"needs `{program}`: apt-get install slurm-wlm munge"
+            return f"needs `{program}`: apt-get install slurm-wlm munge iproute2"
     return None
 
 
@@ -96,9 +97,13 @@ def program(words: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]
 def slurm(folder: Path) -> Iterator[None]:
     """A cluster of two nodes; its commands find it by the environment."""
     hosts = folder / "hosts"
-    names = "".join(f"127.0.0.1 {node}\n" for node in NODES)
+    names = "".join(f"10.77.0.{n} {node}\n" for n, node in enumerate(NODES, 1))
+    for words in ("set lo up", "add nodes type bridge", "set nodes up"):  # in a namespace of ours, both
+        subprocess.run(["ip", "link", *words.split()], check=True)
+    for n in range(len(NODES)):
+        subprocess.run(["ip", "address", "add", f"10.77.0.{n + 1}/24", "dev", "nodes"], check=True)
     hosts.write_text(Path("/etc/hosts").read_text() + names)
-    subprocess.run(["mount", "--bind", str(hosts), "/etc/hosts"], check=True)  # in a mount namespace of ours
+    subprocess.run(["mount", "--bind", str(hosts), "/etc/hosts"], check=True)
     nodes = "\n".join(
         f"NodeName={node} NodeHostname={os.uname().nodename} NodeAddr=127.0.0.1 Port={26820 + n} CPUs=2"
         for n, node in enumerate(NODES)
@@ -228,7 +233,9 @@ KINDS: dict[str, dict[str, Any]] = {
 def check_kind(folder: Path, kind: str, model: str | None) -> None:
     """A job of this kind runs to its end, and its ranks have all cores, in a container, too."""
     container = folder / "container"
-    container.write_text('#!/bin/bash\necho "container: $(nproc) cores: $*"\nexec "$@"\n')
+    container.write_text(
+        '#!/bin/bash\necho "container: $(env -u OMP_NUM_THREADS nproc) cores: $*"\nexec "$@"\n'
+    )
     container.chmod(0o755)
     given = KINDS[kind] | {"CONTAINER": str(container)}
     job = Job(folder, kind, model if kind in ("pairs", "colocated") else None, **given)
@@ -255,11 +262,15 @@ def main() -> None:
         raise SystemExit(reason)
     if "SLURM_LOCAL" not in os.environ:
         os.execvpe(
-            "unshare", ["unshare", "--mount", sys.executable, *sys.argv], os.environ | {"SLURM_LOCAL": "1"}
+            "unshare",
+            ["unshare", "--mount", "--net", sys.executable, *sys.argv],
+            os.environ | {"SLURM_LOCAL": "1"},
         )
     with tempfile.TemporaryDirectory(prefix="slurm") as name, slurm(Path(name)):
-        bound = ask("srun", "--nodes=1", "--exclusive", "nproc")
-        print(f"cores of a step that asks for none: {bound}, of {os.cpu_count()}", flush=True)
+        said = Path(name, "bound.out")
+        wrap = ["--wrap", "srun env -u OMP_NUM_THREADS nproc"]
+        ask("sbatch", "--wait", "--exclusive", "--ntasks-per-node=1", f"--output={said}", *wrap)
+        print(f"cores of a step that asks for none: {said.read_text().strip()}, of 2", flush=True)
         for kind in args.kinds:
             check_kind(Path(name), kind, args.vllm)
         if args.stops:

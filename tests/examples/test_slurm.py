@@ -68,11 +68,14 @@ def test_without_servers_all_nodes_train(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("verb", "words"),
-    [("verify", ""), ("trial", " --run.steps 2 --rollout.max_response_tokens 512 --run.name trial-7")],
+    [
+        ("verify", "--run.steps 3"),
+        ("trial", "--rollout.max_response_tokens 512 --run.steps 3 --run.steps 2 --run.name trial-7"),
+    ],
 )
 def test_other_verbs_are_no_runs_to_go_on_with(verb: str, words: str, tmp_path: Path) -> None:
     (train,) = calls(tmp_path, 1, VERB=verb, MODEL="m" if verb == "verify" else "")
-    assert train.endswith(f"task.sh train --run.steps 3{words}")
+    assert train.endswith(f"task.sh train {words}")
 
 
 def test_a_verb_that_is_none(tmp_path: Path) -> None:
