@@ -156,7 +156,11 @@ class Job:
         env = {"NPROC": "1", "PYTHON": sys.executable, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120"}
         words = [*SETTINGS, "--run.folder", str(self.folder), "--run.name", name]
         if model:
-            env |= {"MODEL": model, "SERVERS": "1", "SERVE": "--dtype float32"}
+            env |= {
+                "MODEL": model,
+                "SERVERS": "1",
+                "SERVE": "--dtype float32 -- --max-model-len 128 --max-num-seqs 32",
+            }
             words += ["--model.checkpoint", model, "--parallel.tensor", "1", "--parallel.sequence", "false"]
         script = str(REPO / "examples/slurm/job.sbatch")
         submit = ["sbatch", "--parsable", f"--nodes={nodes}", "--output", str(self.log), script, *words]
@@ -177,7 +181,7 @@ class Job:
     def reach(self, steps: int) -> None:
         wait_for(lambda: self.steps >= steps or self.ended, 300, f"step {steps} of {self.name}")
         if self.ended:
-            raise SystemExit(f"{self.name} is {self.field('JobState')}:\n{self.log.read_text()[-3000:]}")
+            raise SystemExit(f"{self.name} is {self.field('JobState')}:\n{self.log.read_text()}")
 
     @property
     def ended(self) -> bool:
@@ -192,7 +196,7 @@ class Job:
     def finish(self) -> None:
         wait_for(lambda: self.ended, 400, f"the end of {self.name}")
         if self.field("JobState") != "COMPLETED":
-            raise SystemExit(f"{self.name} is {self.field('JobState')}:\n{self.log.read_text()[-3000:]}")
+            raise SystemExit(f"{self.name} is {self.field('JobState')}:\n{self.log.read_text()}")
 
 
 STOPS = {
@@ -242,7 +246,7 @@ def check_kind(folder: Path, kind: str, model: str | None) -> None:
     job.finish()
     said = job.log.read_text()
     tasks = re.findall(r"^container: (\d+) cores: bash examples/slurm/task.sh (\w+)", said, re.MULTILINE)
-    ends = [line for line in said.splitlines() if line.startswith(("done. ", "the same gradient"))]
+    ends = [line for line in said.splitlines() if re.search("^done. |the same gradient", line)]
     print(f"{kind}: {', '.join(f'{task} on {cores} cores' for cores, task in tasks)}; {ends}", flush=True)
     if {cores for cores, _ in tasks} != {"2"}:
         raise SystemExit(f"not all cores:\n{said[-3000:]}")
