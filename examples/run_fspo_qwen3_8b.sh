@@ -19,6 +19,8 @@
 #   MASTER_ADDR, MASTER_PORT   node 0 as the others see it, and a free port there (29500)
 #   MAX_RESTARTS    how often torchrun starts all ranks anew after one has failed (0)
 #   RENDEZVOUS_SECONDS   how long node 0 may be gone while nodes meet (60)
+#   NUMA            binds each rank to the cores near its GPU: node, exclusive, ... (torchrun --numa-binding)
+#   VERB            train, or verify: the gradient of this layout; torchrun itself obeys it, too
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python3} nnodes=${NNODES:-1} node=${NODE_RANK:-0} restarts=${MAX_RESTARTS:-0}
@@ -44,7 +46,7 @@ if [ "$restarts" != 0 ] || [ "$nnodes" != "${nnodes#*:}" ]; then
 fi
 # Check the arguments once, here, where every error is one line, and exit status 2. Later nodes may come when
 # the first has begun to write.
-if [ "$node" = 0 ]; then
+if [ "$node" = 0 ] && [ "${VERB:-train}" != verify ]; then
   WORLD_SIZE=$((nproc * ${nnodes#*:})) "$python" "$0" --check "$@"
 fi
 # An agent that has reached node 0 waits without limit for its answer, if that vanishes while nodes meet. Once
@@ -64,9 +66,10 @@ watch_node_0() {
 if [ "$node" != 0 ]; then watch_node_0 "$MASTER_ADDR" "${MASTER_PORT:-29500}" & fi
 # shellcheck disable=SC2086  # words
 exec "$python" -m megatron_fspo.cli.launch $meet --nproc-per-node "$nproc" --max-restarts "$restarts" \
-  --shutdown-timeout "${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-1800}" "$0" "$@"
+  --shutdown-timeout "${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-1800}" ${NUMA:+--numa-binding "$NUMA"} "$0" "$@"
 ":"""
 
+import os
 import sys
 from pathlib import Path
 
@@ -102,7 +105,8 @@ def arguments(words: list[str]) -> list[str]:
     """The command line of ``megatron-fspo``; what the user gave comes last and wins."""
     small = [part for key, value in SMOKE.items() for part in (f"--{key}", value)] if "--smoke" in words else []
     rest = [word for word in words if word != "--smoke"]
-    return ["train", "--config", str(EXAMPLES / "qwen3_8b/run.toml"), *small, *rest]
+    verb = "verify" if os.environ.get("VERB") == "verify" else "train"
+    return [verb, "--config", str(EXAMPLES / "qwen3_8b/run.toml"), *small, *rest]
 
 
 if __name__ == "__main__":

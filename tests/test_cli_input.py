@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -160,12 +162,12 @@ def test_another_pipe_that_broke_is_an_error(monkeypatch: pytest.MonkeyPatch, tm
         main([])
 
 
-def torchrun(folder: Path, program: str) -> subprocess.Popen[str]:
+def torchrun(folder: Path, program: str, **more: Any) -> subprocess.Popen[str]:
     """The launcher with two ranks of a program."""
     (folder / "rank.py").write_text(f"import os, signal, sys, time\n{program}\ntime.sleep(60)\n")
     words = "--rdzv-endpoint 127.0.0.1:0 --nproc-per-node 2 --shutdown-timeout 600".split()
     command = [sys.executable, "-m", "megatron_fspo.cli.launch", *words, str(folder / "rank.py")]
-    return subprocess.Popen(command, cwd=REPO, env=environment(), stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=REPO, env=environment(), stderr=subprocess.PIPE, text=True, **more)
 
 
 @pytest.mark.slow
@@ -179,6 +181,34 @@ def test_torchrun_adds_nothing_to_what_its_ranks_say(
     process = torchrun(tmp_path, f"if os.environ['RANK'] == '1': {end}")
     told = process.communicate(timeout=90)[1]
     assert process.returncode == status and re.fullmatch(said, told)
+
+
+@pytest.mark.slow
+def test_the_launcher_raises_limits_and_says_where_dumps_of_a_hang_are(tmp_path: Path) -> None:
+    """As NCCL's watchdog does: it writes, and aborts."""
+    process = torchrun(
+        tmp_path,
+        f"""
+import pathlib, resource
+from megatron_fspo.job.hang import make_folder, record_collectives
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+assert soft == hard > 300
+record_collectives(pathlib.Path({str(tmp_path)!r}, "hang"))
+make_folder()
+pathlib.Path(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + os.environ["RANK"]).write_text("x")
+if os.environ["RANK"] == "1": os.abort()
+""",
+        preexec_fn=lambda: resource.setrlimit(
+            resource.RLIMIT_NOFILE, (300, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        ),
+    )
+    told = process.communicate(timeout=90)[1].splitlines()
+    assert process.returncode == 1 and len(told) == 2
+    assert re.fullmatch(
+        rf"megatron-fspo: a collective timed out; .* ranks are in {tmp_path}/hang: .*", told[0]
+    )
+    assert told[1].endswith("was killed by SIGABRT")
+    assert {path.name for path in (tmp_path / "hang").iterdir()} <= {"rank_0", "rank_1"}
 
 
 @pytest.mark.slow

@@ -55,7 +55,9 @@ def start_script(
     python.write_text(f'#!/bin/sh\necho "$@" >> {folder / "log"}\n')
     python.chmod(0o755)
     env = environment(PYTHON=str(python), **given)
-    for name in {NAME, "NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"} - set(given):
+    for name in {NAME, "NUMA", "VERB", "NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"} - set(
+        given
+    ):
         env.pop(name, None)
     return subprocess.run(["bash", script, *words], cwd=REPO, env=env, capture_output=True, text=True)
 
@@ -74,6 +76,18 @@ def test_the_script(given: dict[str, str], seconds: int, tmp_path: Path) -> None
     assert launched.rdzv_endpoint == "127.0.0.1:0" and launched.max_restarts == 0
     assert launched.shutdown_timeout == seconds and launched.nproc_per_node == "4"
     assert launched.training_script == SCRIPT and launched.training_script_args == ["--run.steps", "3"]
+    assert launched.numa_binding is None
+
+
+def test_the_script_binds_ranks_and_verifies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_script(tmp_path, "--smoke", NUMA="node", VERB="verify").check_returncode()
+    (words,) = calls(tmp_path)  # verify has no --check
+    launched = parse_args(words[2:])
+    assert launched.numa_binding == "node" and launched.training_script_args == ["--smoke"]
+    arguments = runpy.run_path(str(REPO / SCRIPT))["arguments"]
+    assert arguments([])[0] == "train"
+    monkeypatch.setenv("VERB", "verify")
+    assert arguments([])[0] == "verify"
 
 
 @pytest.mark.parametrize(("node", "host"), [("0", "true"), ("1", "false")])

@@ -3,7 +3,10 @@
 #   docker build -f examples/images/gpu.Dockerfile --target trainer -t fspo .
 #   docker build -f examples/images/gpu.Dockerfile --target server -t fspo-vllm .
 #
-# Transformer Engine compiles for the trainer: minutes, and several GB of memory for each core.
+#   docker run --gpus all --ipc=host --ulimit memlock=-1 --ulimit nofile=65536 fspo
+#
+# The node's driver must be 580 or newer. Transformer Engine compiles for the trainer: minutes, and several GB of
+# memory for each core.
 
 FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04 AS base
 COPY . /opt/megatron_fspo

@@ -26,24 +26,24 @@ train)
 servers)
   # A signal to the job is for the trainer, which may be in need of the servers until it has ended.
   trap '' TERM
+  words='--backend nccl'
+  if [ -n "$COLOCATED" ]; then words='--backend gloo'; fi  # NCCL takes a GPU for one process
   for (( i = 0; i < SERVERS; i++ )); do
+    gpu=$(( FIRST_GPU + i * SERVER_GPUS ))
     # shellcheck disable=SC2086  # words
-    CUDA_VISIBLE_DEVICES=$(( FIRST_GPU + i )) setsid "$PYTHON" -m megatron_fspo serve --model "$MODEL" \
-      --host "$SLURMD_NODENAME" --port "$(( 8000 + i ))" \
-      --log "runs/vllm-$SLURMD_NODENAME-$(( 8000 + i )).log" ${SERVE---backend nccl} &
+    setsid "$PYTHON" -m megatron_fspo serve --model "$MODEL" --host "$SLURMD_NODENAME" --port "$(( 8000 + i ))" \
+      --gpus "$gpu-$(( gpu + SERVER_GPUS - 1 ))" --gpus-per-server "$SERVER_GPUS" ${COLOCATED:+--colocated} \
+      --log "runs/vllm-$SLURMD_NODENAME-$(( 8000 + i )).log" ${SERVE-$words} &
   done
   wait -n  # serve starts a vLLM that crashed anew, so one that ends cannot go on
   ;;
 ready)
-  "$PYTHON" - "$2" << 'END'
-import sys
-import urllib.request
-
-for url in sys.argv[1].replace("'", "").rstrip(",").split(","):
-    try:
-        urllib.request.urlopen(f"{url}/health", timeout=5).close()
-    except OSError:
-        sys.exit(1)
-END
+  # Outside of the container, perhaps without Python.
+  for url in ${2//[\',]/ }; do
+    address=${url#http://}
+    answer=$(timeout 5 bash -c "exec 3<> /dev/tcp/${address/://} && printf 'GET /health HTTP/1.0\r\n\r\n' >&3 &&
+      head -1 <&3" 2> /dev/null)
+    case $answer in *' 200 '*) ;; *) exit 1 ;; esac
+  done
   ;;
 esac

@@ -87,6 +87,7 @@ def examine(config: Config | None = None) -> dict[str, Any]:
         return findings
     import torch
 
+    from megatron_fspo.cli.node import node_problems
     from megatron_fspo.mcore.machine.backend import choose_backend
     from megatron_fspo.mcore.machine.transformer_engine import engine_problem
 
@@ -94,7 +95,7 @@ def examine(config: Config | None = None) -> dict[str, Any]:
     problem = engine_problem()
     apex_kernels = [name for name in ("amp_C", "fused_weight_gradient_mlp_cuda") if _importable(name)]
     backend = choose_backend("auto", "auto" if problem is None or not gpus else "local")
-    missing = []
+    missing = [*node_problems(len(gpus), torch.version.cuda)]
     if not gpus:
         missing.append("a GPU that torch can use: needs a driver and a CUDA build of torch")
     if problem is not None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import resource
 import signal
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -14,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from megatron_fspo.cli.console import exit_status
+from megatron_fspo.job.hang import NOTE, dumped
 
 
 def main() -> int:
@@ -30,17 +34,25 @@ def main() -> int:
     for module in ("agent.server.api", "multiprocessing.api"):  # signals, and failures that ranks reported
         logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
     threading.Thread(target=_wake_stopped_ranks, daemon=True).start()
+    for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK):  # for connections, and InfiniBand
+        resource.setrlimit(kind, (resource.getrlimit(kind)[1],) * 2)
+    began, note = time.time(), Path(tempfile.mkstemp()[1])
+    os.environ[NOTE] = str(note)
     try:
         run.main(["--rdzv-backend", BACKEND, *sys.argv[1:]])
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
+        if line := dumped(note, began):
+            print(f"megatron-fspo: {line}", file=sys.stderr, flush=True)
         if first.exitcode >= 0:
             return first.exitcode
         killed = f"rank {rank} (process {first.pid}) was killed by {first.signal_name()}"
         print(f"megatron-fspo: {killed}", file=sys.stderr, flush=True)
         return 1
+    finally:
+        note.unlink(missing_ok=True)
     return 0
 
 

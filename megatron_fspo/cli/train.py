@@ -56,6 +56,7 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
     import_megatron()
 
     from megatron_fspo.job.checkpoints import check_writable, checkpoints_to_resume
+    from megatron_fspo.job.hang import record_collectives
     from megatron_fspo.mcore.machine.startup import job
     from megatron_fspo.trainer.prepare import prepare
 
@@ -64,6 +65,8 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
         checkpoints_to_resume(config, args.resume)
         check_writable(config.run_folder)
         start_ranks(args)
+        if inputs.backend.collectives == "nccl":
+            record_collectives(config.run_folder / "hang")
 
         from megatron_fspo.trainer.loop import train
 

@@ -34,13 +34,13 @@ VISIBLE_SECONDS = 75.0
 _POLL_SECONDS = 0.5
 
 
-def prove_same(config: Config, *, trains: bool = True, resume: str = "no") -> None:
-    """Check that all ranks have the same configuration, data, tokenizer, versions and ``--resume``; training
-    data only if ``trains``. Raises ``InputError`` on every rank, with the first difference and its ranks.
-    Collective."""
+def prove_same(config: Config, also: Mapping[str, str], *, trains: bool = True, resume: str = "no") -> None:
+    """Check that all ranks have the same configuration, data, tokenizer, versions, ``--resume`` and facts in
+    ``also``; training data only if ``trains``. Raises ``InputError`` on every rank, with the first difference
+    and its ranks. Collective."""
     if dist.get_world_size() == 1:
         return
-    every = _gather((socket.gethostname(), {**facts(config, trains=trains), "--resume": resume}))
+    every = _gather((socket.gethostname(), {**facts(config, trains=trains), "--resume": resume, **also}))
     if problem := difference(every):
         raise InputError(problem)
 

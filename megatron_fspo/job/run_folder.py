@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_fspo.config import Config
 from megatron_fspo.job.checkpoints import Resume, checkpoint_folder, checkpoints_to_resume
 from megatron_fspo.job.consistency import prove_folder_is_shared, prove_same
+from megatron_fspo.job.hang import make_folder
 from megatron_fspo.job.lock import REFRESH_SECONDS, FolderLock, FolderThread
 from megatron_fspo.job.rank_status import ENDED, FAILED, Activity, status_writer
 from megatron_fspo.parallel.control import Control
@@ -57,14 +58,17 @@ class RunFolder:
 
 
 @contextmanager
-def hold_run_folder(config: Config, control: Control, resume: Resume) -> Iterator[RunFolder]:
-    """Lock the run folder for this job, for the duration of the context. Collective.
+def hold_run_folder(
+    config: Config, control: Control, resume: Resume, also: Mapping[str, str]
+) -> Iterator[RunFolder]:
+    """Lock the run folder for this job, for the duration of the context. ``also``: further facts that must
+    not differ between ranks. Collective.
 
     Raises:
         InputError: ranks differ, or do not share the folder; another job holds it; or as
             :func:`~megatron_fspo.job.checkpoints.checkpoints_to_resume`.
     """
-    prove_same(config, resume=resume)
+    prove_same(config, also, resume=resume)
     path, lock = config.run_folder, None
     if dist.get_rank() == 0:
         with control.waiting("the lock of the run folder") as wait:
@@ -80,6 +84,7 @@ def hold_run_folder(config: Config, control: Control, resume: Resume) -> Iterato
         prove_folder_is_shared(path, control, nonce)
         parent = checkpoint_folder(config, 0).parent
         folder = RunFolder(path, control, [parent / name for name in names], lock, nonce)
+        make_folder()
         last = FAILED
         try:
             yield folder

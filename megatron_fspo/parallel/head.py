@@ -130,14 +130,15 @@ def triton_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     return None if importlib.util.find_spec("triton") else "the package triton is not installed"
 
 
-def tried(device: torch.device) -> str | None:
-    """Try the kernels on a small problem on this device; return what is wrong, or None."""
+def tried(device: torch.device, hidden: int = 128, vocabulary: int = 520) -> str | None:
+    """Try the kernels on a small problem on this device; return what is wrong, or None. They are compiled as
+    for a run with this hidden size and vocabulary of a rank."""
     from megatron_fspo.parallel import triton_head
 
     made = torch.Generator(device).manual_seed(1)
-    n, hidden, width = 150, 128, 520
+    n, width = 150, 528 if vocabulary % 16 == 0 else 520  # Triton compiles anew for multiples of 16
     states = torch.randn(n, hidden, generator=made, device=device).bfloat16()
-    weight = torch.randn(width, hidden, generator=made, device=device).mul_(0.3).bfloat16()
+    weight = torch.randn(width, hidden, generator=made, device=device).mul_(3.4 / hidden**0.5).bfloat16()
     rows = torch.arange(n, device=device)
     columns = rows * 7 % width
     want = (states.float() @ weight.float().t()).log_softmax(-1)

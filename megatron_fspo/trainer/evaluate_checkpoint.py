@@ -55,7 +55,7 @@ def evaluate_checkpoint(
         InputError: ranks differ, a folder is not valid, or the evaluations have different problems.
     """
     groups = start(inputs.backend, parallel=inputs.config.parallel, seed=inputs.config.run.seed)
-    prove_same(inputs.config, trains=False)
+    prove_same(inputs.config, inputs.compared, trains=False)
     mine = {name: hash_of_prompts(prompts) for name, prompts in by_set(inputs).items()}
     if agreed(mine, groups) != mine:
         raise InputError(f"rank {dist.get_rank()} has other evaluation prompts than rank 0")

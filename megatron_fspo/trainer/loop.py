@@ -42,7 +42,7 @@ def train(inputs: Inputs, *, resume: Resume, draw: Draw | None = None) -> bool:
     """
     config, control = inputs.config, join(inputs.backend, parallel=inputs.config.parallel)
     evaluate_every, last = config.evaluation.every, config.run.steps
-    with hold_run_folder(config, control, resume) as folder:
+    with hold_run_folder(config, control, resume, inputs.compared) as folder:
         run = build(inputs, folder.checkpoints, older=resume == "auto")
         state, log = run.state, run.log
         folder.report(log.activity)

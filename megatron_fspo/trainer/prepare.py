@@ -6,8 +6,8 @@ import asyncio
 import os
 import platform
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,8 @@ class Inputs:
     """The noise in S, if ``loss.noise`` names a file."""
     notes: tuple[str, ...] = ()
     """Lines to log about layers, head, and data that was left out."""
+    compared: Mapping[str, str] = field(default_factory=dict)
+    """Name → value of what this rank found and every rank must find."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode tokens, including special ones, for rewards and the search for stop strings."""
@@ -102,12 +104,16 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
         backend = Backend(device=torch.device("cuda"), collectives="nccl", layers=layers)
     else:
         backend = attempt(
-            lambda: choose_backend(config.model.backend, config.model.layers, config.model.head)
+            lambda: choose_backend(
+                config.model.backend, config.model.layers, config.model.head, tensor=config.parallel.tensor
+            )
         )
+    arch = attempt(lambda: read_architecture(config.model.checkpoint))
     head: str | None = None
     if backend is not None:
         if not elsewhere:
-            head = attempt(partial(check_head, backend, DTYPES[config.model.dtype]))
+            sizes = (arch.hidden_size, arch.vocab_size // config.parallel.tensor) if arch else ()
+            head = attempt(partial(check_head, backend, DTYPES[config.model.dtype], *sizes))
             backend = replace(backend, head="torch") if head else backend
         attempt(lambda: shares_prompts(config, backend.layers))
         attempt(lambda: check_dtype(backend, DTYPES[config.model.dtype]))
@@ -119,7 +125,6 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
     attempt(lambda: check_world(config.parallel, world_size))
     if trains:
         attempt(lambda: check_trackers(config.log))
-    arch = attempt(lambda: read_architecture(config.model.checkpoint))
     tokenizer: Any = None
     train: tuple[LoadedSet, ...] | None = ()
     validation: tuple[LoadedSet, ...] | None = ()
@@ -153,6 +158,7 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
         validation=_prompts(validation),
         noise=noise[0],
         notes=(*backend.notes, *filter(None, [head]), *notes([*train, *validation])),
+        compared={"the log-prob head (model.head = torch works everywhere)": head or "as configured"},
     )
 
 

@@ -39,7 +39,7 @@ def plan(
         backend = choose_backend("auto", "auto" if engine_problem() is None else "local")
         arch = None
     else:
-        backend = choose_backend(config.model.backend, config.model.layers)
+        backend = choose_backend(config.model.backend, config.model.layers, tensor=config.parallel.tensor)
         full = read_architecture(config.model.checkpoint)
         check_parallel(full, config.parallel)
         arch = narrow(full)

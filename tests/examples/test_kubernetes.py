@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,22 @@ ENV = {one["name"]: one.get("value") for one in TRAINER["env"]}
 def test_the_schema_of_kubernetes(part: tuple[str, str]) -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
     validate.validate(PARTS[part], validate.latest_version(), strict=True)
+
+
+def test_with_rdma() -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    words = ["kubectl", "kustomize", str(FILE.parent)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    parts = {(part["kind"], part["metadata"]["name"]): part for part in yaml.safe_load_all(done.stdout)}
+    assert parts.keys() == PARTS.keys()
+    for key, cards in ((("Job", "fspo-trainer"), 8), (("StatefulSet", "vllm"), 1)):
+        template = parts[key]["spec"]["template"]
+        (container,) = template["spec"]["containers"]
+        assert container.pop("securityContext") == {"capabilities": {"add": ["IPC_LOCK"]}}
+        assert container["resources"]["limits"].pop("rdma/hca") == cards
+        assert template["metadata"].pop("annotations") == {"k8s.v1.cni.cncf.io/networks": "rdma"}
+    assert parts == PARTS, "and nothing else"
 
 
 @pytest.mark.parametrize("which", [("fspo-trainer", JOB), ("vllm", SERVERS)], ids=["trainer", "servers"])

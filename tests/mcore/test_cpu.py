@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import os
+import tempfile
 from pathlib import Path
-from unittest.mock import patch
+from typing import Any
+from unittest.mock import Mock, patch
 
 import megatron.core
 import pytest
@@ -106,10 +108,12 @@ def test_the_head_falls_back_in_words_or_not_at_all(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in installed else None)
 
-    monkeypatch.setattr("megatron_fspo.mcore.machine.backend.tried", lambda device: None)
+    sizes: list[tuple[int, ...]] = []
+    monkeypatch.setattr("megatron_fspo.mcore.machine.backend.tried", lambda _, *given: sizes.append(given))
     machine((9, 0), "triton")
     assert [check_head(on_gpu(head), torch.bfloat16) for head in ("auto", "torch", "triton")] == [None] * 3
     assert check_head(on_gpu("torch"), torch.float32) is None
+    assert check_head(on_gpu("auto"), torch.bfloat16, 4096, 18992) is None and sizes[-1] == (4096, 18992)
     for dtype, capability, installed in (
         (torch.float32, (9, 0), ["triton"]),
         (torch.bfloat16, (7, 5), ["triton"]),
@@ -120,7 +124,7 @@ def test_the_head_falls_back_in_words_or_not_at_all(monkeypatch: pytest.MonkeyPa
         with pytest.raises(InputError, match=r"model\.head = triton"):
             check_head(on_gpu("triton"), dtype)
     machine((9, 0), "triton")
-    monkeypatch.setattr("megatron_fspo.mcore.machine.backend.tried", lambda device: "give other numbers")
+    monkeypatch.setattr("megatron_fspo.mcore.machine.backend.tried", lambda _: "give other numbers")
     assert check_head(on_gpu("torch"), torch.bfloat16) is None
     assert "give other numbers" in (check_head(on_gpu("auto"), torch.bfloat16) or "")
     with pytest.raises(InputError, match="give other numbers"):
@@ -133,8 +137,9 @@ CONNECTIONS, ALLOCATOR, OLDER = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CO
 @pytest.mark.parametrize(
     ("given", "name", "found"),
     [
-        ({}, CONNECTIONS, "1"),
         ({CONNECTIONS: "32"}, CONNECTIONS, "32"),
+        ({}, "TRITON_CACHE_DIR", f"{tempfile.gettempdir()}/triton-{os.getuid()}-job"),
+        ({"TRITON_CACHE_DIR": "/scratch"}, "TRITON_CACHE_DIR", "/scratch"),
         ({}, ALLOCATOR, "expandable_segments:True"),
         ({ALLOCATOR: "max_split_size_mb:64"}, ALLOCATOR, "max_split_size_mb:64"),
         ({OLDER: "max_split_size_mb:64"}, ALLOCATOR, "max_split_size_mb:64"),
@@ -146,5 +151,26 @@ def test_what_cuda_has_to_find_is_there_unless_the_user_has_set_it(
     with patch.dict(os.environ, given, clear=True):
         choose_backend("cpu")
         assert os.environ.get(name) == given.get(name)
-        choose_backend("auto", "local")
+        choose_backend("auto", "local", tensor=2)
         assert os.environ[name] == found
+
+
+@pytest.mark.parametrize(
+    ("tensor", "capability", "found"), [(2, 9, "1"), (2, 8, "1"), (2, 10, None), (2, None, "1"), (1, 9, None)]
+)
+def test_one_queue_for_tensor_parallel_layers_up_to_hopper(
+    tensor: int, capability: int | None, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nvml(name: str) -> object:
+        if capability is None:
+            raise OSError("no driver")
+
+        def get(handle: Any, major: Any, minor: Any) -> None:
+            major._obj.value = capability
+
+        return Mock(nvmlDeviceGetCudaComputeCapability=get)
+
+    monkeypatch.setattr("ctypes.CDLL", nvml)
+    with patch.dict(os.environ, clear=True):
+        choose_backend("auto", "local", tensor=tensor)
+        assert os.environ.get(CONNECTIONS) == found

@@ -21,11 +21,12 @@ from unittest import mock
 
 from megatron_fspo.cli import main
 from megatron_fspo.job import consistency, lock
+from megatron_fspo.job.hang import record_collectives
 from megatron_fspo.lab.status import examine, render
 from megatron_fspo.mcore.model.policy import Policy
 from megatron_fspo.mcore.model.policy_loss import PolicyLoss
 from megatron_fspo.mcore.state.parameter_state import parameter_states
-from megatron_fspo.trainer import batch, loop, sampling
+from megatron_fspo.trainer import batch, loop, prepare, sampling
 from megatron_fspo.trainer.sampling import RolloutQueue
 
 
@@ -157,6 +158,21 @@ def dynamic(out: str, die_in_step: str) -> Iterator[None]:
         mock.patch.object(RolloutQueue, "further", asked),
     ):
         yield
+
+
+@contextmanager
+def no_kernels(rank: str) -> Iterator[None]:
+    """On this rank the head's kernels do not compile."""
+    problem = "no ptxas" if os.environ["RANK"] == rank else None
+    with mock.patch.object(prepare, "check_head", lambda *_: problem):
+        yield
+
+
+@contextmanager
+def on_nccl(folder: str) -> Iterator[None]:
+    """With NCCL's flight recorder on, as if there were GPUs."""
+    record_collectives(Path(folder))
+    yield
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -70,3 +71,23 @@ def test_data_that_differs(tmp_path: Path) -> None:
     assert "the file of data.validation, data.jsonl, differs between ranks: SHA-256" in result.stderr
     assert "on rank 0 (" in result.stderr and "on rank 1 (" in result.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_rank_without_the_heads_kernels(tmp_path: Path) -> None:
+    """It would compute log-probs otherwise, more slowly, and all would wait for it."""
+    result = faulty(tmp_path, "one", ["no_kernels", "1"])
+    assert result.returncode != 0
+    want = (
+        r"the log-prob head \(model.head = torch .*\) differs between ranks: as configured on rank 0 \(.*\); "
+    )
+    assert re.search(want + r"no ptxas on rank 1 \(", result.stderr)
+    assert not (tmp_path / "one").exists()
+
+
+@pytest.mark.slow
+def test_the_folder_for_dumps_of_a_hang_is_there_and_makes_no_run(tmp_path: Path) -> None:
+    """A folder that holds something is another run's, unless it is resumed."""
+    hang = tmp_path / "one/hang"
+    result = faulty(tmp_path, "one", ["on_nccl", str(hang)], "--run.steps", "1", "--evaluation.every", "0")
+    assert result.returncode == 0, result.stderr
+    assert hang.is_dir()

@@ -14,12 +14,14 @@ layer spec (:mod:`megatron_fspo.mcore.model.layers`).
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import os
+import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,14 +39,14 @@ from megatron_fspo.mcore.machine.cpu_products import install_products, onednn_is
 from megatron_fspo.mcore.machine.transformer_engine import engine_problem
 from megatron_fspo.parallel.head import HeadKind, tried, triton_problem
 
+_JOB = os.environ.get("SLURM_JOB_ID", "job")
 CUDA_ENVIRONMENT = {
-    # Kernels start in launch order, so that a collective starts before the matrix product that hides it.
-    # Megatron's overlap in tensor- and context-parallel layers relies on this.
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     # Packs differ in length, which would fragment memory.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    # Not in a home folder on a network, where ranks lose each other's files ("stale file handle").
+    "TRITON_CACHE_DIR": f"{tempfile.gettempdir()}/triton-{os.getuid()}-{_JOB}",
 }
-"""Defaults of environment variables that CUDA and torch's allocator read at their start."""
+"""Defaults of environment variables that torch's allocator and Triton read later."""
 _DENSE_BF16 = (
     ("H100 PCIe", 756.0),
     ("H100 NVL", 835.0),
@@ -124,11 +126,17 @@ def choose_backend(
     backend: Literal["auto", "cpu", "cuda"] = "auto",
     layers: Literal["auto", "local", "transformer_engine"] = "auto",
     head: HeadKind = "auto",
+    *,
+    tensor: int = 1,
 ) -> Backend:
-    """Resolve the keys ``model.backend``, ``model.layers`` and ``model.head`` on this machine. Raises
-    ``InputError`` if the machine lacks what a key asks for; there is no silent fallback."""
+    """Resolve the keys ``model.backend``, ``model.layers`` and ``model.head`` on this machine; ``tensor`` is
+    ``parallel.tensor``. Raises ``InputError`` if the machine lacks what a key asks for; there is no silent
+    fallback."""
     if backend != "cpu":
-        for name, value in CUDA_ENVIRONMENT.items():
+        # With one queue kernels start in launch order, so that a collective starts before the product that
+        # hides it; Megatron's tensor-parallel layers rely on this up to Hopper. Other overlap needs several.
+        one_queue = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if tensor > 1 and compute_capability() < 10 else {}
+        for name, value in {**CUDA_ENVIRONMENT, **one_queue}.items():
             # A value under the allocator variable's older name applies, too.
             os.environ.setdefault(name, os.environ.get(name.replace("_ALLOC", "_CUDA_ALLOC"), value))
     if backend == "auto":
@@ -151,6 +159,18 @@ def choose_backend(
     return Backend(device=device, collectives="nccl", layers=layers, head=head)
 
 
+def compute_capability() -> int:
+    """Return the major compute capability of the first GPU; 0 if unknown. From NVML: CUDA would start, and
+    with it read its environment."""
+    handle, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    with suppress(OSError, AttributeError):
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        nvml.nvmlInit_v2()
+        nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle))
+        nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
+    return major.value
+
+
 def check_dtype(backend: Backend, dtype: torch.dtype) -> None:
     """Raise ``InputError`` if the layers cannot train in ``dtype``: in float32, Transformer Engine's
     attention needs memory that grows with the square of the length, and lacks context parallelism."""
@@ -162,12 +182,13 @@ def check_dtype(backend: Backend, dtype: torch.dtype) -> None:
         )
 
 
-def check_head(backend: Backend, dtype: torch.dtype) -> str | None:
-    """Try the log-prob head's Triton kernels; return a warning if ``model.head`` = auto cannot use them on a
-    GPU, else None. Raises ``InputError`` if ``model.head`` = triton and they do not work."""
+def check_head(backend: Backend, dtype: torch.dtype, *sizes: int) -> str | None:
+    """Try the log-prob head's Triton kernels, at ``sizes`` (hidden size, a rank's vocabulary) those of the
+    run; return a warning if ``model.head`` = auto cannot use them on a GPU, else None. Raises ``InputError``
+    if ``model.head`` = triton and they do not work."""
     problem = triton_problem(backend.device, dtype)
     if problem is None and backend.head != "torch":
-        problem = tried(backend.device)
+        problem = tried(backend.device, *sizes)
     if backend.head == "triton" and problem is not None:
         raise InputError(f"model.head = triton, but {problem}: set model.head = auto, or torch")
     if backend.head != "auto" or problem is None or backend.device.type == "cpu":
