@@ -36,8 +36,10 @@ def main() -> int:
     threading.Thread(target=_wake_stopped_ranks, daemon=True).start()
     for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK):  # for connections, and InfiniBand
         resource.setrlimit(kind, (resource.getrlimit(kind)[1],) * 2)
-    began, note = time.time(), Path(tempfile.mkstemp()[1])
-    os.environ[NOTE] = str(note)
+    began = time.time()
+    handle, name = tempfile.mkstemp()
+    os.close(handle)
+    os.environ[NOTE], note = name, Path(name)
     try:
         run.main(["--rdzv-backend", BACKEND, *sys.argv[1:]])
     except SignalException as stopped:

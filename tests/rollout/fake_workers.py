@@ -27,9 +27,8 @@ CPU = torch.device("cpu")
 class Workers:
     """A server of ``count`` workers; the routes of an update answer as vLLM's do.
 
-    ``fault`` is what happens in the second update. Before its second bucket comes: ``hang`` (the first worker
-    stops for good). After the first tensor of that bucket: ``raise`` (in all workers) or ``die`` (the server is
-    gone).
+    ``fault`` is what happens in the second update. Before its second bucket: ``hang`` (the first worker stops
+    for good). After the first tensor of that bucket: ``raise`` (in all workers) or ``die`` (the server ends).
     """
 
     def __init__(
