@@ -131,8 +131,7 @@ def triton_problem(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def tried(device: torch.device, hidden: int = 128, vocabulary: int = 520) -> str | None:
-    """Try the kernels on a small problem on this device; return what is wrong, or None. They are compiled as
-    for a run with this hidden size and vocabulary of a rank."""
+    """Try the kernels, compiled for these sizes of a rank, on few tokens; return what is wrong, or None."""
     from megatron_fspo.parallel import triton_head
 
     made = torch.Generator(device).manual_seed(1)
