@@ -57,7 +57,7 @@ def build(checkpoint: Path, recipe: str, *, recompute: bool = False) -> Policy:
 
 def scores(policy: Policy, max_tokens: int = 512) -> Tensor:
     """Log-probs of all response tokens, by sample; on every rank."""
-    batches = passes.micro_batches(policy, samples(), max_tokens)
+    batches = passes.make_micro_batches(policy, samples(), max_tokens)
     return passes.by_token(batches, policy.score(batches, passes.scoring_of(policy)), policy.groups)
 
 
@@ -70,7 +70,7 @@ def other_packs(policy: Policy) -> dict[str, float]:
 
 def loss_of(policy: Policy, sums: list[float]) -> tuple[MicroBatches, PolicyLoss]:
     """With old log-probs of the present weights; ``sums`` gets |S|."""
-    batches = passes.micro_batches(policy, samples(), 512)
+    batches = passes.make_micro_batches(policy, samples(), 512)
     loss = passes.loss_of(policy, lambda batch, terms, _: sums.extend(terms.log_ratio_sum.abs().tolist()))
     return batches.with_columns(old_log_probs=policy.score(batches, loss.scoring)), loss
 
