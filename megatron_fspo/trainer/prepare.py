@@ -97,31 +97,26 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
     """Read and check everything that the configuration names. Raises ``InputErrors`` with all independent
     errors. ``elsewhere``: the run will use GPUs of another machine, so skip checks that need them;
     ``trains``: False for an evaluation, which needs no training prompts, ``loss.noise`` or trackers."""
-    attempt = Attempts()
+    attempt, model, tensor = Attempts(), config.model, config.parallel.tensor
     backend: Backend | None
     if elsewhere:
-        layers: Any = "local" if config.model.layers == "local" else "transformer_engine"
+        layers: Any = "local" if model.layers == "local" else "transformer_engine"
         backend = Backend(device=torch.device("cuda"), collectives="nccl", layers=layers)
     else:
-        backend = attempt(
-            lambda: choose_backend(
-                config.model.backend, config.model.layers, config.model.head, tensor=config.parallel.tensor
-            )
-        )
-    arch = attempt(lambda: read_architecture(config.model.checkpoint))
+        backend = attempt(lambda: choose_backend(model.backend, model.layers, model.head, tensor=tensor))
+    arch = attempt(lambda: read_architecture(model.checkpoint))
     head: str | None = None
     if backend is not None:
         if not elsewhere:
-            sizes = (arch.hidden_size, arch.vocab_size // config.parallel.tensor) if arch else ()
-            head = attempt(partial(check_head, backend, DTYPES[config.model.dtype], *sizes))
+            sizes = (arch.hidden_size, arch.vocab_size // tensor) if arch else ()
+            head = attempt(partial(check_head, backend, DTYPES[model.dtype], *sizes))
             backend = replace(backend, head="torch") if head else backend
         attempt(lambda: shares_prompts(config, backend.layers))
-        attempt(lambda: check_dtype(backend, DTYPES[config.model.dtype]))
+        attempt(lambda: check_dtype(backend, DTYPES[model.dtype]))
         if config.rollout.engine == "vllm":
             keys = ("rollout", "evaluation")
             temperatures = {f"{key}.temperature": getattr(config, key).temperature for key in keys}
-            cuda = backend.device.type == "cuda"
-            attempt(lambda: check_options(config.vllm, temperatures, cuda=cuda))
+            attempt(lambda: check_options(config.vllm, temperatures, cuda=backend.device.type == "cuda"))
     attempt(lambda: check_world(config.parallel, world_size))
     if trains:
         attempt(lambda: check_trackers(config.log))
@@ -133,7 +128,7 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
         arch = attempt(partial(_adapted, config, arch, trains)) or arch
         if backend is not None:
             attempt(lambda: check_fp8(config.fp8, backend, arch, config.parallel, machine=not elsewhere))
-        attempt(lambda: check_checkpoint(open_checkpoint(config.model.checkpoint, arch), arch))
+        attempt(lambda: check_checkpoint(open_checkpoint(model.checkpoint, arch), arch))
         tokenizer = attempt(lambda: _tokenizer(config, arch))
     attempt.wrong(*_disagreements(config, world_size if trains else 0, arch))
     if tokenizer is not None:
