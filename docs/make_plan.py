@@ -101,7 +101,7 @@ megatron-fspo plan --config examples/qwen3_8b/run.toml --model qwen3-8b --nproc 
 |---|---|
 | `--nproc` | ranks that train |
 | `--servers`, `--server-gpus` | vLLM servers (default: as many as `vllm.urls` names, or one with `vllm.discovery`), and GPUs of each |
-| `--gpu-memory`, `--reserve` | GiB of a GPU (default 80), and of these for CUDA, NCCL and fragments (default 10) |
+| `--gpu-memory`, `--reserve` | GiB of a GPU (default 80), and of these for CUDA and fragments (default 4) |
 | `--mean-prompt`, `--mean-response` | average tokens (default: half of the longest) |
 | `--assume NAME=NUMBER` | speeds; `--assume ?` lists them |
 | `--section.key value` | any key of the configuration |
@@ -119,7 +119,7 @@ The exit status is 0 if the run fits, 1 if it does not (then `plan` lists single
 - **Experts**: tokens spread evenly; a note says what twice the share costs a rank.
 - **Sampling and weight updates**: the embedded engine's KV cache for `rollout.max_batch` full responses, and two buckets of 256 MiB. Training,
   sampling and updates never overlap: the total has the largest.
-- **The reserve**: on one H200, CUDA and the 21 process groups of one rank took 8.7 GiB. The rest is assumed, as are **vLLM servers**.
+- **NCCL**: 1.25 GiB for each communicator of a step, assumed from verl's issue 6408; the reserve and **vLLM servers** are assumed, too.
 
 ## Accuracy
 
@@ -151,7 +151,7 @@ Use them to compare layouts; the mixture's is a third too short.
 [run.toml](../examples/qwen3_8b/run.toml) with [four_nodes.toml](../examples/qwen3_8b/four_nodes.toml) and 1,024 prompts per step; half of the 80 GB
 GPUs train. Checkpoints have {checkpoints} GiB. A rank with twice its share of the mixture's tokens needs {uneven} GiB more. Seconds are estimates.
 
-| model | GPUs | layout of those that train | worst rank, GiB of 70 | fits | rollout, s | old pass, s | update, s |
+| model | GPUs | layout of those that train | worst rank, GiB of 76 | fits | rollout, s | old pass, s | update, s |
 |---|---|---|---|---|---|---|---|
 {large}
 

@@ -19,7 +19,7 @@ from megatron_fspo.rollout.common import COLOCATED_SHARE
     argument("--nproc N", "number of training ranks", int, 1),
     argument("--model NAME", "model instead of model.checkpoint: a name such as qwen3-32b, or a config.json"),
     argument("--gpu-memory GIB", "memory of a GPU", float, 80),
-    argument("--reserve GIB", "part of that for CUDA, NCCL and fragmentation", float, 10),
+    argument("--reserve GIB", "part of that for CUDA and fragmentation", float, 4),
     argument("--mean-prompt N", "mean prompt tokens (default: half the longest)", float),
     argument("--mean-response N", "mean response tokens (default: half the longest)", float),
     argument("--servers N", "number of vLLM servers (default: as in vllm.urls)", int),

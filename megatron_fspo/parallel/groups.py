@@ -51,14 +51,17 @@ class ParallelGroups:
     @classmethod
     def of(cls, parallel_state: Any, control: Control | None = None) -> ParallelGroups:
         """Return the groups that ``megatron.core.parallel_state.initialize_model_parallel`` made."""
+        cp = parallel_state.get_context_parallel_group()
+        dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return cls(
             tp=parallel_state.get_tensor_model_parallel_group(),
             pp=parallel_state.get_pipeline_model_parallel_group(),
-            cp=parallel_state.get_context_parallel_group(),
+            cp=cp,
             ep=parallel_state.get_expert_model_parallel_group(),
             edp=parallel_state.get_expert_data_parallel_group(),
-            dp=parallel_state.get_data_parallel_group(),
-            dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+            # Two groups of the same ranks would be two communicators, a GiB of each GPU.
+            dp=parallel_state.get_data_parallel_group() if cp.size() > 1 else dp_cp,
+            dp_cp=dp_cp,
             control=control or Control(),
         )
 

@@ -18,7 +18,7 @@ from megatron_fspo.config.loading import config_changes, save_config
 from megatron_fspo.data.cursor import PromptCursor, digest_prompts, mixture
 from megatron_fspo.errors import InputError
 from megatron_fspo.job.checkpoints import put_aside
-from megatron_fspo.mcore.machine.startup import start
+from megatron_fspo.mcore.machine.startup import connect_groups, start
 from megatron_fspo.mcore.model.lora import share_lost_by_merging
 from megatron_fspo.mcore.model.policy import Model, Policy
 from megatron_fspo.mcore.model.policy_loss import Scoring
@@ -63,6 +63,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
     """
     config = inputs.config
     groups = start(inputs.backend, parallel=config.parallel, seed=config.run.seed)
+    connect_groups(groups, config.parallel, inputs.backend.device)
     servers = open_servers(inputs, groups, trains=True)
     policy = Policy(
         inputs.arch,

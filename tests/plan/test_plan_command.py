@@ -19,7 +19,7 @@ from megatron_fspo.lab.plan.plan import GIB, Given, make_plan
 from megatron_fspo.lab.plan.presets import PRESETS
 from megatron_fspo.lab.plan.shape import PlannedPack, Shape, stage_parameters
 from megatron_fspo.lab.plan.speed import Machine
-from megatron_fspo.lab.plan.state import checkpoint_bytes, model_values, state
+from megatron_fspo.lab.plan.state import checkpoint_bytes, communicators, model_values, state
 
 EXAMPLES = REPO / "examples"
 RUN = EXAMPLES / "qwen3_8b/run.toml"
@@ -117,7 +117,7 @@ SHIPPED = {"run": 8, "one_node": 4, "colocated": 8, "two_nodes": 8, "four_nodes"
 def test_shipped_configurations_of_8b_fit_80_gb(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, found = run_json(capsys, *words_of(file, SHIPPED[file]))
     assert status == 0 and found["fits"] and not found["changes"]
-    assert all(stage["total"] < 70 * GIB for stage in found["stages"])
+    assert all(stage["total"] < 76 * GIB for stage in found["stages"])
 
 
 def words_of_mixture(file: str, nproc: int) -> list[str]:
@@ -181,13 +181,32 @@ def test_servers_are_counted(
 def test_memory_phases_on_shared_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*words_of("one_node", 8), "--vllm.colocated", "true", "--vllm.transfer", "gloo"]
     status, found = run_json(capsys, *words, "--server-share", "0.85")
-    assert status == 0 and found["memory_phases"]["servers"] == 0.85 * 80 * 2**30
     server, stage = found["server"], found["stages"][0]
+    # 4 ranks of TP4 have the job, tensor parallelism and the optimizer's norm; 2 copies of them the fourth.
+    assert stage["nccl"] == (4 * 1.25 + 0.39) * 2**30
+    assert status == 0 and found["memory_phases"]["servers"] == 0.85 * 80 * 2**30 + stage["nccl"]
     weights = stage["always"]["parameters"] + server["weights"] + server["receiving"]
     sent = stage["phases"]["sync"]["weights on their way to the servers"]
-    assert found["memory_phases"]["update"] == weights + sent
+    assert found["memory_phases"]["update"] == pytest.approx(stage["nccl"] + weights + sent)
     status, out, _ = run(capsys, *words, "--server-share", "0.98")
-    assert status == 1 and "DOES NOT FIT: memory phase 'servers' needs 78.4 of 70.0 GiB" in out
+    assert status == 1 and "DOES NOT FIT: memory phase 'servers' needs 83.8 of 76.0 GiB" in out
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "words", "several", "alone"),
+    [
+        ("qwen3-0.6b", 1, "", 0, 1),
+        ("qwen3-0.6b", 8, "--parallel.tensor 2 --parallel.pipeline 2 --parallel.context 2", 6, 0),
+        ("qwen3-0.6b", 8, "--parallel.context 4", 6, 1),  # with two neighbours in the ring
+        ("qwen3-30b-a3b", 8, "--parallel.tensor 4 --parallel.expert 8", 5, 2),
+    ],
+)
+def test_communicators_are_counted(model: str, world: int, words: str, several: int, alone: int) -> None:
+    config = load_config(
+        [EXAMPLES / "make_sum/run.toml"],
+        [*"--parallel.tensor 1 --parallel.sequence false".split(), *words.split()],
+    )
+    assert communicators(make_plan(config, PRESETS[model], Given(world=world)).shape) == (several, alone)
 
 
 def test_what_does_not_fit_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,7 +115,8 @@ def _as_json(plan: RunPlan, changes: Changes) -> dict[str, Any]:
         "data": plan.shape.data,
         "room": plan.given.room,
         "stages": [
-            {"stage": stage.number, "always": stage.always, "phases": stage.phases, "total": stage.total}
+            {name: getattr(stage, name) for name in ("always", "phases", "nccl", "total")}
+            | {"stage": stage.number}
             for stage in plan.stages
         ],
         "servers": plan.work.samplers if plan.server else 0,
@@ -174,6 +175,7 @@ def _memory(plan: RunPlan) -> str:
                 name = "on top" if name.startswith("on top") else "activations in flight"
             values = [_gib(column[row][1]) if column else "-" for column in columns]
             rows.append((f"{phase}: {name}", values))
+    rows.append(("NCCL", [_gib(stage.nccl) for stage in stages]))
     rows.append((f"total (limit {_gib(plan.given.room)})", [_gib(stage.total) for stage in stages]))
     left = max(len(name) for name, _ in rows)
     lines = [f"{name:<{left}}" + "".join(f"{value:>10}" for value in values) for name, values in rows]
@@ -214,7 +216,8 @@ def _assumptions(plan: RunPlan) -> str:
         f"  between nodes {m.network / 1e9:g} GB/s × {m.network_share:g}; weight updates through a CPU "
         f"{m.host / 1e9:g} GB/s;\n  {milliseconds:.3g} ms per decoding step; mean prompt "
         f"{work.prompt_tokens:g} and mean response {work.response_tokens:g} tokens;\n"
-        f"  {given.reserve_gib:g} of {given.gpu_gib:g} GiB for CUDA, NCCL and fragmentation"
+        f"  {given.reserve_gib:g} of {given.gpu_gib:g} GiB for CUDA and fragmentation, "
+        f"{given.communicator_gib:g} for each of NCCL's communicators between GPUs"
     )
 
 

@@ -14,6 +14,7 @@ from megatron_fspo.lab.plan.speed import Machine, Phase, Work, sampling, scoring
 from megatron_fspo.lab.plan.state import (
     ServerMemory,
     checkpoint_bytes,
+    communicators,
     kv_bytes,
     model_values,
     sending_bytes,
@@ -25,6 +26,7 @@ from megatron_fspo.packing.zigzag import padded_length
 from megatron_fspo.weights import Architecture
 
 GIB = 2**30
+ALONE_GIB = 0.39
 ROUTES = "experts of each token, from the old pass"
 
 
@@ -35,10 +37,12 @@ class Given:
     world: int
     """Number of training ranks."""
     gpu_gib: float = 80.0
-    reserve_gib: float = 10.0
-    """GiB of a GPU reserved. CUDA took 0.6 GiB and the trainer's 21 process groups 8.1: 0.55 the first, 0.38
-    each other, connected or not (one H200, NCCL 2.28.9, one rank: groups over several GPUs may need more or
-    less). The rest, for workspaces and fragmentation, is a guess."""
+    reserve_gib: float = 4.0
+    """GiB of a GPU reserved. CUDA took 0.6 GiB on an H200; the rest, for workspaces and fragmentation, is a
+    guess."""
+    communicator_gib: float = 1.25
+    """GiB of a GPU for one of NCCL's communicators between GPUs; one of a single rank took ``ALONE_GIB`` on
+    an H200. Eight H100s had 7 to 9.5 GB for a trainer's idle ones (verl#6408)."""
     mean_prompt: float | None = None
     """Mean tokens of a prompt; by default half of the limit."""
     mean_response: float | None = None
@@ -65,12 +69,15 @@ class Stage:
     """Bytes held permanently."""
     phases: dict[str, dict[str, float]]
     """Phase of a step → additional bytes. Phases do not overlap."""
+    nccl: float
+    """Bytes of NCCL's communicators."""
     uneven: float = 0.0
     """Additional bytes of an update in which the rank's experts get twice their share of tokens."""
 
     @property
     def total(self) -> float:
-        return sum(self.always.values()) + max(sum(parts.values()) for parts in self.phases.values())
+        most = max(sum(parts.values()) for parts in self.phases.values())
+        return sum(self.always.values()) + self.nccl + most
 
     @property
     def largest(self) -> str:
@@ -147,13 +154,15 @@ def make_plan(config: Config, arch: Architecture, given: Given) -> RunPlan:
         raise InputError(f"--servers {given.servers}: rollout.engine = embedded uses no servers")
     servers = _server(config, shape, given) if vllm else None
     work = _work(config, shape, given, servers)
-    stages = [_stage(config, shape, work, stage) for stage in range(config.parallel.pipeline)]
+    several, alone = communicators(shape)
+    nccl = (several * given.communicator_gib + alone * ALONE_GIB) * GIB
+    stages = [_stage(config, shape, work, stage, nccl) for stage in range(config.parallel.pipeline)]
     memory_phases = {}
     if servers is not None and config.vllm.colocated:
         # Those of ``rollout.client.memory_phases`` other than the trainer's.
         weights = max(stage.always["parameters"] for stage in stages)
-        memory_phases["update"] = weights + sending_bytes(shape) + servers.weights + servers.receiving
-        memory_phases["servers"] = given.server_share * given.gpu_gib * GIB
+        memory_phases["update"] = nccl + weights + sending_bytes(shape) + servers.weights + servers.receiving
+        memory_phases["servers"] = nccl + given.server_share * given.gpu_gib * GIB
     return RunPlan(
         shape=shape,
         given=given,
@@ -236,7 +245,7 @@ def _work(config: Config, shape: Shape, given: Given, servers: ServerMemory | No
     )
 
 
-def _stage(config: Config, shape: Shape, work: Work, number: int) -> Stage:
+def _stage(config: Config, shape: Shape, work: Work, number: int, nccl: float) -> Stage:
     always: dict[str, float] = {**vars(state(shape, number))}
     values = [p for chunk in stage_parameters(shape, number) for p in chunk]
     if config.loss.kl_coef and not config.lora.rank:
@@ -277,7 +286,7 @@ def _stage(config: Config, shape: Shape, work: Work, number: int) -> Stage:
         phases["rollout"] = {f"KV cache of {rows} rows": cache, "on top: decoding": decoding}
     elif number == 0:
         phases["sync"] = {"weights on their way to the servers": sending_bytes(shape)}
-    return Stage(number=number, always=always, phases=phases, uneven=uneven)
+    return Stage(number=number, always=always, phases=phases, nccl=nccl, uneven=uneven)
 
 
 def _decoding(config: Config, shape: Shape, rows: int, longest: int) -> float:

@@ -142,6 +142,20 @@ def sending_bytes(shape: Shape) -> int:
     return most + (3 if spread else 1) * BUCKET_BYTES
 
 
+def communicators(shape: Shape) -> tuple[int, int]:
+    """Return the number of NCCL's communicators that a training step uses, over several ranks and of a single
+    one; see :func:`megatron_fspo.mcore.machine.startup.connect_groups`."""
+    parallel, experts = shape.parallel, shape.arch.experts is not None
+    ranks, context = shape.world // parallel.pipeline, parallel.context
+    of_norm = shape.world if parallel.distributed_optimizer else parallel.tensor * parallel.pipeline
+    used = [shape.world, parallel.tensor, context, ranks // parallel.tensor, parallel.pipeline, of_norm]
+    used += [shape.data] * (context > 1) + [parallel.expert, ranks // parallel.expert] * experts
+    # Beyond two ranks, Transformer Engine's ring of keys and values has one with either neighbour. Megatron
+    # reduces experts, and sends the number of tokens along the pipeline, also where a rank is alone.
+    several = sum(size > 1 for size in used) + 2 * (context > 2)
+    return several, (parallel.pipeline == 1) + (experts and ranks == parallel.expert)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerMemory:
     """Bytes on each GPU of a vLLM server. From reading vLLM's code, not measured."""

@@ -83,6 +83,7 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
         head=config.model.head,
     )
     groups = startup.start(backend, parallel=config.parallel, seed=config.run.seed)
+    startup.connect_groups(groups, config.parallel, backend.device)
     layout = make_layout(config, arch, groups, backend)
     rollout, tokens = _rollout(config, layout, groups)
     # What other ranks tell: the shape of what a stage hands on, and the metrics of the last stage.

@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import RotaryEmbedding
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_group, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_fspo.config import Parallel
@@ -79,7 +79,7 @@ def join(backend: Backend, *, parallel: Parallel | None = None) -> Control:
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=parallel.collective_seconds),
-        device_id=backend.device if backend.device.type == "cuda" else None,
+        # No device_id: with one, NCCL connects each of Megatron's groups, most of which nobody uses.
     )
     # A rank that left as soon as it is connected would break the group for those still connecting.
     _control.barrier("the ranks to connect", seconds=parallel.collective_seconds)
@@ -164,6 +164,20 @@ def start(backend: Backend, *, parallel: Parallel, seed: int) -> ParallelGroups:
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     return ParallelGroups.of(parallel_state, control)
+
+
+def connect_groups(groups: ParallelGroups, parallel: Parallel, device: torch.device) -> None:
+    """Make the communicators of a training step. NCCL makes one with the first collective of its group, which
+    would otherwise come when memory is full, and allocates on the GPU for it. Collective."""
+    used = [_get_default_group(), groups.tp, groups.pp, groups.cp, groups.dp, groups.dp_cp]
+    if parallel.expert > 1:
+        used += [groups.ep, groups.edp]
+    of_norm = "intra_distributed_optimizer_instance" if parallel.distributed_optimizer else "model_parallel"
+    used.append(getattr(parallel_state, f"get_{of_norm}_group")())
+    one = torch.zeros(1, device=device)
+    for group in dict.fromkeys(used):  # every rank in this order, so that none waits in a circle
+        if group.size() > 1:
+            dist.all_reduce(one, group=group)
 
 
 def stop() -> None:
