@@ -198,7 +198,7 @@ def test_memory_phases_on_shared_gpus(capsys: pytest.CaptureFixture[str]) -> Non
         ("qwen3-0.6b", 1, "", 0, 1),
         ("qwen3-0.6b", 8, "--parallel.tensor 2 --parallel.pipeline 2 --parallel.context 2", 6, 0),
         ("qwen3-0.6b", 8, "--parallel.context 4", 6, 1),  # with two neighbours in the ring
-        ("qwen3-30b-a3b", 8, "--parallel.tensor 4 --parallel.expert 8", 5, 2),
+        ("qwen3-30b-a3b", 8, "--parallel.tensor 4 --parallel.sequence true --parallel.expert 8", 5, 2),
     ],
 )
 def test_communicators_are_counted(model: str, world: int, words: str, several: int, alone: int) -> None:
