@@ -153,7 +153,7 @@ def check_tried() -> None:
     """What ``auto`` tries before it takes them."""
     device = torch.device("cpu")
     assert head.tried(device) is None
-    assert head.tried(device, 256, 18992) is None, "a model's own sizes"
+    assert head.tried(device, 64, 18992) is None, "a model's own sizes"
     factors = triton_head._factors
     with mock.patch.object(triton_head, "_factors", lambda *given: 1.05 * factors(*given)):
         assert "d hidden" in (head.tried(device) or "")
