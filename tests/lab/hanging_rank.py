@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
     _dump_fr_trace_json,
 )
 
-from megatron_fspo.parallel.groups import any_rank, of_first_rank
+from megatron_fspo.parallel.groups import any_rank, broadcast_first
 
 
 def write(folder: Path, rank: int, *, as_json: bool) -> None:
@@ -34,11 +34,13 @@ def main(folder: Path, fault: str) -> None:
     dist.init_process_group("gloo")
     rank, cpu = dist.get_rank(), torch.device("cpu")
     odd = rank == 2
-    threading.Thread(target=write, args=(folder, rank), kwargs={"as_json": rank == 1}).start()
     any_rank(False, device=cpu)
-    of_first_rank(torch.zeros(3), dist.group.WORLD)  # type: ignore[arg-type]
+    broadcast_first(torch.zeros(3), dist.group.WORLD)  # type: ignore[arg-type]
+    threading.Thread(
+        target=write, args=(folder, rank), kwargs={"as_json": fault == "other" and rank == 1}
+    ).start()
     if fault == "other" and odd:
-        of_first_rank(torch.zeros(3), dist.group.WORLD)  # type: ignore[arg-type]
+        broadcast_first(torch.zeros(3), dist.group.WORLD)  # type: ignore[arg-type]
     if not odd:
         any_rank(False, device=cpu)
     time.sleep(60)

@@ -149,13 +149,11 @@ def make_smallest(config: Config, model: str, world: int) -> tuple[Config, Reque
     replica, whole, stage = tensor * context, p.tensor * p.context, world // p.pipeline
     expert = min(p.expert, 2 if p.expert < whole else replica if p.expert == whole else 2 * replica)
     data = max(min(stage // whole, 2), expert * min(stage // p.expert, 2) // replica)
-    edges = 2 * config.fp8.first_last_layers_bf16 if config.fp8.recipe != "none" else 0
-    tree = config.model_dump()
+    tree, edges = config.model_dump(), 2 * config.fp8.first_last_layers_bf16
     tree["parallel"] |= {"tensor": tensor, "context": context, "pipeline": stages, "expert": expert}
-    tree["parallel"] |= {"virtual_pipeline": chunks, "sequence": p.sequence and tensor > 1}
-    tree["data"] |= {"max_prompt_tokens": 256}
-    tree["rollout"] |= {"max_response_tokens": 256}
-    tree["batch"] |= {"max_tokens": 1024}
+    tree["parallel"]["virtual_pipeline"] = chunks
+    tree["data"]["max_prompt_tokens"] = tree["rollout"]["max_response_tokens"] = 256
+    tree["batch"]["max_tokens"] = 1024
     small = Config.model_validate(tree)
     return small, Request(
         config=small.model_dump(mode="json"),

@@ -71,7 +71,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Call:
-    """A collective or message, as NCCL is told of it."""
+    """A collective or message, as NCCL is told of it; a message has its other rank as ``root``."""
 
     group: str
     name: str
@@ -81,14 +81,13 @@ class Call:
     """Elements of each tensor, outputs first."""
     reduction: str = ""
     root: int | None = None
-    """Rank in the group that gives to the others or takes from them, or with which a message is exchanged."""
     gives: tuple[int, ...] = ()
     takes: tuple[int, ...] = ()
     """Rows of an all-to-all for and from each rank of the group."""
     blocks: bool = False
     """The stream waits for it at once."""
     batch: int | None = None
-    """Messages with the same number begin and end together."""
+    """Messages of a batch begin and end together."""
     number: int | None = None
     """In its group; None: as counted."""
     pending: bool = False
@@ -100,14 +99,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Wait:
-    """The stream waits for a call, by its number among the events; None: for all that the device does."""
+    """The stream waits for a call, by its place among the events, or for all that the device does."""
 
     call: int | None
 
 
 Event = Made | Call | Wait
 OBJECTS = ("object",)
-"""The types of a collective of Python objects."""
 
 
 def sum_sent(events: Iterable[Event]) -> list[dict[str, Any]]:
