@@ -13,6 +13,10 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.rollout.common import COLOCATED_SHARE
 
 
+def _parse_rank(word: str) -> int | str:
+    return word if word == "all" else int(word)
+
+
 @command(
     "estimate memory and time of a run",
     config_files(required=True),
@@ -30,7 +34,9 @@ from megatron_fspo.rollout.common import COLOCATED_SHARE
         float,
     ),
     argument("--assume NAME=NUMBER", "speeds; --assume ? lists the names", default=[], nargs="+"),
-    argument("--trace RANK", "trace the step of this rank on simulated GPUs", int),
+    argument(
+        "--trace RANK", "trace the step of this rank on simulated GPUs; all: compare all ranks", _parse_rank
+    ),
     JSON,
     keys=True,
 )
@@ -42,12 +48,13 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
     A large model on paper:   ... --model qwen3-235b-a22b --nproc 256 --parallel.tensor 4 --parallel.expert 32
     Other assumptions:        ... --assume flops=1979e12 flops_share=0.35 network=100e9
     Trace the step of a rank: ... --nproc 64 --trace 37
+    Compare all ranks:        ... --nproc 64 --trace all
 
     Needs no GPU and no checkpoint. Sizes of parameters, gradients, optimizer and checkpoint are exact,
     activations are counted tensor by tensor, and times are estimates, printed with their assumptions. Exit
     status 1: the run does not fit; single changes that make it fit are listed. --trace executes one rank's
-    training step on simulated GPUs, and reports memory by line, FLOPs, messages and host syncs
-    (docs/without_a_gpu.md).
+    training step on simulated GPUs, and reports memory by line, FLOPs, messages and host syncs; --trace all
+    compares what the ranks of a small job of the same kind tell NCCL (docs/without_a_gpu.md).
     """
     config = load_config(args.config, overrides)
     for name in ("nproc", "gpu_memory", "mean_prompt", "mean_response", "servers", "server_gpus"):
@@ -73,12 +80,13 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
         machine=assumed(args.assume),
         **{name: getattr(args, name) for name in names},
     )
+    how = {"model": args.model, "use_json": args.json}
     if args.trace is not None:
         from megatron_fspo.lab.trace.command import trace
 
-        print(trace(config, given, model=args.model, rank=args.trace, use_json=args.json))
-        return 0
-    text, fits = plan(config, given, model=args.model, use_json=args.json)
+        text, fits = trace(config, given, rank=args.trace, **how)
+    else:
+        text, fits = plan(config, given, **how)
     print(text)
     return 0 if fits else 1
 

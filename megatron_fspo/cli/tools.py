@@ -168,14 +168,24 @@ def serve(args: argparse.Namespace, _: list[str]) -> int:
 
 @command(
     "show what a run is doing, rank by rank",
-    argument("folder", "the run's folder, such as runs/demo", Path),
+    argument("folder", "the run's folder, such as runs/demo", Path, nargs="?"),
+    argument("--hang DUMPS", "folder, or begin of the names, of dumps of torch's flight recorder", Path),
     JSON,
 )
 def status(args: argparse.Namespace, _: list[str]) -> int:
     """Show what each rank of a run is doing, from files in the run's folder.
 
-    Exit status 1: a rank sends no heartbeat, or the job is gone; 2: there is no such run.
+    With --hang, show which rank did not come to the collective in which the others wait, and both lines.
+    Exit status 1: a rank sends no heartbeat, is awaited, or the job is gone; 2: there is no such run.
     """
+    if (args.folder is None) == (args.hang is None):
+        raise InputError("status: name the folder of a run, or with --hang that of dumps")
+    if args.hang is not None:
+        from megatron_fspo.lab.hang import examine as examine_dumps
+
+        found = examine_dumps(args.hang)
+        print(json.dumps(found) if args.json else "\n".join(found) or "no rank waits, and all agree")
+        return 1 if found else 0
     from megatron_fspo.lab.status import examine, render
 
     run = examine(args.folder)

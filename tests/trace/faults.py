@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel import p2p_communication
 
 from megatron_fspo.config.fp8 import FP8
 from megatron_fspo.mcore.model import policy, policy_loss
@@ -109,3 +111,97 @@ def short_rows() -> Any:
 
 def nonzero() -> Any:
     return _in_loss(lambda batch, terms: batch.loss_mask.nonzero())
+
+
+# Mistakes of one rank of a job, which the others do not make.
+
+
+def _in_call(name: str, number: int, change: Callable[..., Any]) -> Any:
+    """Another call in place of one to ``torch.distributed``, counted from 0; ``change`` is given that and its
+    arguments."""
+    before, seen = getattr(dist, name), count()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return change(before, *args, **kwargs) if next(seen) == number else before(*args, **kwargs)
+
+    return _replaced(dist, name, call)
+
+
+def skipped() -> Any:
+    return _replaced(policy, "any_rank", lambda flag, *, device: flag)
+
+
+def other_dtype() -> Any:
+    return _in_call(
+        "all_reduce", 5, lambda call, tensor, *args, **kwargs: call(tensor.half(), *args, **kwargs)
+    )
+
+
+def other_count() -> Any:
+    return _in_call(
+        "all_reduce", 5, lambda call, tensor, *args, **kwargs: call(tensor.repeat(2), *args, **kwargs)
+    )
+
+
+def one_more() -> Any:
+    def twice(call: Any, *args: Any, **kwargs: Any) -> Any:
+        call(*args, **kwargs)
+        return call(*args, **kwargs)
+
+    return _in_call("all_reduce", 5, twice)
+
+
+def other_root() -> Any:
+    def last(call: Any, tensor: Any, src: int, group: Any) -> Any:
+        return call(tensor, src=dist.get_process_group_ranks(group)[-1], group=group)
+
+    return _in_call("broadcast", 2, last)
+
+
+def fewer_batches() -> Any:
+    run = policy.run_schedule
+
+    def short(models: Any, batches: Any, step: Any, **kwargs: Any) -> Any:
+        return run(models, batches if kwargs["forward_only"] else batches[:-1], step, **kwargs)
+
+    return _replaced(policy, "run_schedule", short)
+
+
+def other_order() -> Any:
+    """A reduction of all ranks after the next one of some."""
+    before, held = dist.all_reduce, []
+
+    def later(tensor: Any, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        if group is None and not held:
+            return held.append((tensor, args, kwargs))
+        out = before(tensor, *args, group=group, **kwargs)
+        if group is not None and group.size() > 1 and held and held[0] is not None:
+            before(held[0][0], *held[0][1], **held[0][2])
+            held[0] = None
+        return out
+
+    return _replaced(dist, "all_reduce", later)
+
+
+def both_send() -> Any:
+    """Sending to the stage before it what it should receive from there: the first hidden states."""
+    before, calls = p2p_communication._p2p_ops, count()
+
+    def exchange(**tensors: Any) -> Any:
+        if next(calls) == 0:
+            tensors |= {"tensor_send_prev": tensors["tensor_recv_prev"], "tensor_recv_prev": None}
+        return before(**tensors)
+
+    return _replaced(p2p_communication, "_p2p_ops", exchange)
+
+
+def uneven_pieces() -> Any:
+    def other(call: Any, out: Any, given: Any, takes: Any = None, gives: Any = None, **kwargs: Any) -> Any:
+        gives = [gives[0] + 1, gives[1] - 1, *gives[2:]]
+        return call(out, given, output_split_sizes=takes, input_split_sizes=gives, **kwargs)
+
+    def named(call: Any, out: Any, given: Any, **kwargs: Any) -> Any:
+        takes, gives = kwargs.pop("output_split_sizes"), kwargs.pop("input_split_sizes")
+        return other(call, out, given, takes, gives, **kwargs)
+
+    return _in_call("all_to_all_single", 6, named)

@@ -32,7 +32,9 @@ def request(
     world: int = 8,
     rank: int = 0,
     layers: int | None = 2,
+    experts: int | None = None,
     fault: str | None = None,
+    job: str | None = None,
     loss: str | None = None,
     model: str = "qwen3-8b",
     **keys: Any,
@@ -47,9 +49,11 @@ def request(
         config=tree if loss is None else tree | {"loss": {"name": loss}},
         model=model,
         layers=layers,
+        experts=experts,
         world=world,
         rank=rank,
         fault=fault,
+        job=job,
     )
 
 

@@ -8,10 +8,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from megatron_fspo.lab.trace import engine
 from megatron_fspo.lab.trace.record import Request, Site
 
 _LINES = 12
+_ROUNDS = 4
+Ask = Callable[[Request], dict[str, Any]]
 
 
 def traces(
@@ -97,14 +99,17 @@ def _compile(library: Path) -> None:
         raise InputError(f"--trace: {compiler} does not compile {source}: {done.stderr.splitlines()[0]}")
 
 
-def trace(config: Config, given: Given, *, model: str | None, rank: int, use_json: bool) -> str:
-    """Return the text to print of the trace of a rank, beside the plan of ``given``. ``model`` is a preset or
-    a folder, by default the run's checkpoint.
+def trace(
+    config: Config, given: Given, *, model: str | None, rank: int | str, use_json: bool
+) -> tuple[str, bool]:
+    """Return the text to print of the trace of a rank, beside the plan of ``given``, and True; with ``all``,
+    of every rank of a small job, and whether they agree. ``model`` is a preset or a folder, by default the
+    run's checkpoint.
 
     Raises:
         InputError: it cannot be traced here.
     """
-    if not 0 <= rank < given.world:
+    if isinstance(rank, int) and not 0 <= rank < given.world:
         raise InputError(f"--trace {rank}: there are ranks 0 to {given.world - 1}")
     if config.model.backend == "cpu":
         raise InputError("--trace is of GPUs, and model.backend = cpu: try --model.backend cuda")
@@ -116,14 +121,75 @@ def trace(config: Config, given: Given, *, model: str | None, rank: int, use_jso
     if config.model.layers != "local" and config.model.dtype != "bfloat16":
         raise InputError(f"--trace: layers of Transformer Engine are bfloat16, not {config.model.dtype}")
     name = model or str(config.model.checkpoint)
-    stage = rank * config.parallel.pipeline // given.world
-    planned = make_plan(config, find_model(name), given).stages[stage]
-    request = Request(config=config.model_dump(mode="json"), model=name, world=given.world, rank=rank)
-    seen = next(traces([request], blackwell=config.fp8.recipe == "mxfp8"))
-    if seen["error"]:
-        raise InputError(f"the trace of rank {rank} ended: {seen['error']}")
+    plan, waiting = make_plan(config, find_model(name), given), deque[Request]()
+    answers = traces(iter(waiting.popleft, None), blackwell=config.fp8.recipe == "mxfp8")
+
+    def ask(request: Request) -> dict[str, Any]:
+        waiting.append(request)
+        seen = next(answers)
+        if seen["error"]:
+            raise InputError(f"the trace of rank {request.rank} ended: {seen['error']}")
+        return seen
+
+    if not isinstance(rank, int):
+        return _compare_all(config, given.world, name, ask, use_json=use_json)
+    planned = plan.stages[rank * config.parallel.pipeline // given.world]
+    seen = ask(Request(config=config.model_dump(mode="json"), model=name, world=given.world, rank=rank))
     seen["planned"] = sum(planned.always.values()) + sum(planned.phases["update"].values())
-    return json.dumps(seen) if use_json else as_text(seen, rank, given.world)
+    return json.dumps(seen) if use_json else as_text(seen, rank, given.world), True
+
+
+def make_smallest(config: Config, model: str, world: int) -> tuple[Config, Request]:
+    """Return the configuration and a request of the smallest job in which ranks have all the parts that they
+    have in a run: with first, middle and last stage, and experts over as many axes."""
+    p, arch = config.parallel, find_model(model)
+    tensor, context, chunks = (min(size, 2) for size in (p.tensor, p.context, p.virtual_pipeline))
+    # Stages in a ring send first if their number is even, so a ring stays even.
+    stages = p.pipeline if p.pipeline <= 2 else 4 if p.interleaved and p.pipeline % 2 == 0 else 3
+    replica, whole, stage = tensor * context, p.tensor * p.context, world // p.pipeline
+    expert = min(p.expert, 2 if p.expert < whole else replica if p.expert == whole else 2 * replica)
+    data = max(min(stage // whole, 2), expert * min(stage // p.expert, 2) // replica)
+    tree, edges = config.model_dump(), 2 * config.fp8.first_last_layers_bf16
+    tree["parallel"] |= {"tensor": tensor, "context": context, "pipeline": stages, "expert": expert}
+    tree["parallel"]["virtual_pipeline"] = chunks
+    tree["data"]["max_prompt_tokens"] = tree["rollout"]["max_response_tokens"] = 256
+    tree["batch"]["max_tokens"] = 1024
+    small = Config.model_validate(tree)
+    return small, Request(
+        config=small.model_dump(mode="json"),
+        model=model,
+        layers=-(-max(2, edges + 1) // (stages * chunks)) * stages * chunks,
+        experts=-(-2 * arch.experts.per_token // expert) * expert if arch.experts else None,
+        world=replica * stages * data,
+        rank=0,
+        job="all",
+    )
+
+
+def trace_all(asked: Request, ask: Ask) -> dict[str, Any]:
+    """Return the last answer to requests for every rank of a job, which compares them. A rank is asked for
+    again if others tell it something else than was assumed, such as the shapes of both of its neighbours."""
+    ranks: Sequence[int] = range(asked.world)
+    for _ in range(_ROUNDS):
+        seen = [ask(replace(asked, rank=rank)) for rank in ranks][-1]
+        if not (ranks := seen["misled"]):
+            break
+    if ranks and not seen["differ"]:
+        raise InputError(f"--trace all: what ranks {ranks} are told changes with every trace")
+    return seen
+
+
+def _compare_all(config: Config, whole: int, model: str, ask: Ask, *, use_json: bool) -> tuple[str, bool]:
+    small, asked = make_smallest(config, model, whole)
+    seen, p = trace_all(asked, ask), small.parallel
+    agree = not seen["differ"]
+    if use_json:
+        return json.dumps({"ranks": asked.world, "calls": seen["calls"], "differ": seen["differ"]}), agree
+    sizes = {"tensor": p.tensor, "pipeline": p.pipeline, "context": p.context, "expert": p.expert}
+    sizes |= {"data": asked.world // p.model_size, "layers": asked.layers or 0}
+    layout = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+    head = f"{asked.world} ranks in place of {whole} ({layout}): {seen['calls']:,} calls"
+    return "\n".join([f"{head}: {'sound' if agree else 'ranks differ'}", *seen["differ"]]), agree
 
 
 def as_text(seen: dict[str, Any], rank: int, world: int) -> str:

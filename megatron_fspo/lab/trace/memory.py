@@ -35,10 +35,12 @@ class Memory:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._storages: dict[int, Storage] = {}
+        self._held: Counter[tuple[str, Site]] = Counter()
 
     def begin(self, trace: Trace) -> None:
         """Count for another trace; what is held from before counts no more."""
         self._trace = trace
+        self._held.clear()
         for kept in self._storages.values():
             kept.size = 0
 
@@ -56,32 +58,32 @@ class Memory:
         if kept is None:
             kept = self._storages[storage._cdata] = Storage(size, site, trace.phase, None, inside_kernel)
             weakref.finalize(storage, self._gone, storage._cdata)
-        kept.size, kept.site, kept.unseen = size, site, inside_kernel
+        kept.size, kept.phase, kept.site, kept.unseen = size, trace.phase, site, inside_kernel
         key = trace.phase, site
         trace.allocations[key] = max(trace.allocations.get(key, 0), size)
         if tensor.dtype == torch.float64 and storage.nbytes() > VALUE_BYTES:
             trace.wide[key] += 1
-        self._grow(size)
+        self._grow(size, key)
 
     def resized(self, storage: UntypedStorage, size: int) -> None:
         """Note that a storage has another size now."""
         kept = self._storages.get(storage._cdata)
         if kept is not None and not kept.unseen:
-            self._grow(_in_blocks(size) - kept.size)
+            self._grow(_in_blocks(size) - kept.size, (kept.phase, kept.site))
             kept.size, kept.values = _in_blocks(size), None
 
-    def _grow(self, size: int) -> None:
+    def _grow(self, size: int, key: tuple[str, Site]) -> None:
         trace = self._trace
         trace.live += size
+        self._held[key] += size
         trace.peaks[trace.phase] = max(trace.peaks.get(trace.phase, 0), trace.live)
         if trace.live > trace.peak:
-            trace.peak = trace.live
-            trace.at_peak = Counter()
-            for kept in list(self._storages.values()):
-                trace.at_peak[kept.phase, kept.site] += kept.size
+            trace.peak, trace.at_peak = trace.live, self._held.copy()
 
-    def _gone(self, key: int) -> None:
-        self._trace.live -= self._storages.pop(key).size
+    def _gone(self, storage: int) -> None:
+        kept = self._storages.pop(storage)
+        self._trace.live -= kept.size
+        self._held[kept.phase, kept.site] -= kept.size
 
     def wants_values(self, tensor: Tensor) -> bool:
         """Return True if a tensor is small, and its values are not known yet."""

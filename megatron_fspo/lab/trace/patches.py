@@ -13,17 +13,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from megatron_fspo.lab.trace.calls import Calls
 from megatron_fspo.lab.trace.memory import Memory
+from megatron_fspo.lab.trace.record import Trace, Wait
 
-_WAITS = (torch.cuda, torch.cuda.Stream, torch.cuda.Event)
+_WAITS = (torch.cuda.Stream, torch.cuda.Event)
 
 
 class Seen(Protocol):
     """A :class:`~megatron_fspo.lab.trace.watch.Watch`."""
 
     memory: Memory
-    totals: dict[str, tuple[float, float]]
-    headers: Iterator[Any]
+    calls: Calls
+    trace: Trace
 
     def sync(self, kind: str) -> None: ...
 
@@ -53,13 +55,9 @@ def replaced(watch: Seen) -> Iterator[None]:
         # Fake storages have none; programs ask whether two are the same.
         return storage._cdata if storage.device.type == "meta" else address(storage)
 
-    def gather_objects(out: list[Any], item: Any, group: Any = None) -> None:
-        out[:] = [item] * len(out)
-
-    def broadcast_objects(box: list[Any], src: int, **_: Any) -> None:
-        box[:] = [dict(watch.totals) if item == {} else item for item in box]
-        if box == [None] and src != dist.get_rank():
-            box[:] = [next(watch.headers, None)]
+    def synchronize(*_: Any, **__: Any) -> None:
+        watch.trace.events.append(Wait(None))
+        watch.sync("synchronize")
 
     new: list[tuple[Any, str, Any]] = [
         (FakeTensor, "tolist", tolist),
@@ -67,8 +65,9 @@ def replaced(watch: Seen) -> Iterator[None]:
         (torch.nn.Module, "_apply", _apply),
         (torch.UntypedStorage, "resize_", resized),
         (torch.UntypedStorage, "data_ptr", get_address),
-        (dist, "all_gather_object", gather_objects),
-        (dist, "broadcast_object_list", broadcast_objects),
+        (dist, "all_gather_object", watch.calls.gather_objects),
+        (dist, "broadcast_object_list", watch.calls.broadcast_objects),
+        (torch.cuda, "synchronize", synchronize),
         *((holder, "synchronize", lambda *_, **__: watch.sync("synchronize")) for holder in _WAITS),
     ]
     before = [(holder, name, getattr(holder, name)) for holder, name, _ in new]

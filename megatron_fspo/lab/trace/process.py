@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import register_flop_formula
 
 from megatron_fspo.lab.trace import engine
-from megatron_fspo.lab.trace.record import Request, Site, Trace
+from megatron_fspo.lab.trace.record import Request, Site, Trace, sum_sent
 from megatron_fspo.lab.trace.watch import Watch
 
-_AS_IT_IS = ("flops", "launches", "dispatched", "mixed", "early", "peaks", "peak")
+_AS_IT_IS = ("flops", "launches", "mixed", "early", "peaks", "peak")
 
 
 def main() -> None:
@@ -36,10 +36,11 @@ def main() -> None:
     from megatron_fspo.lab.trace.step import take_step
 
     for line in sys.stdin:
-        watch.begin()
+        asked = Request(**json.loads(line))
         facts: dict[str, Any] = {"error": None}
+        watch.begin(asked)
         try:
-            facts |= take_step(Request(**json.loads(line)), watch)
+            facts |= take_step(asked, watch) | watch.calls.compare()
         except Exception as error:
             facts = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         json.dump(_as_json(watch.trace) | facts, answers)
@@ -55,6 +56,7 @@ def _prepare(watch: Watch) -> None:
         watch.kernel if function is None else watch.kernel(function)
     )
     dist.get_backend = lambda group=None: "nccl"  # type: ignore[assignment, return-value]
+    watch.calls.install()
     if engine.is_there():
         engine.install(watch)
     if find_spec("triton") is not None:
@@ -105,10 +107,7 @@ def _as_json(seen: Trace) -> dict[str, Any]:
     """Return a trace as JSON types."""
     return {
         "syncs": [asdict(key) | {"count": n} for key, n in sorted(seen.syncs.items(), key=str)],
-        "collectives": [
-            asdict(key) | {"count": n, "sent": seen.sent[key], "largest": seen.largest[key]}
-            for key, n in seen.collectives.items()
-        ],
+        "collectives": sum_sent(seen.events),
         **{name: _by_line(getattr(seen, name)) for name in ("allocations", "wide", "at_peak")},
         **{name: getattr(seen, name) for name in _AS_IT_IS},
     }

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-_HERE = Path(__file__).parent
-_PACKAGE = str(_HERE.parents[2]) + "/"
-_OTHERS = ("/megatron/core/", "/transformer_engine/")
+_HERE = f"{Path(__file__).parent}/"
+# A checkout, with an environment in it, may have the name of the package.
+_PACKAGES = re.compile(
+    r".*/((?:megatron_fspo|megatron/core|transformer_engine)/(?!tests/|.*site-packages/).*)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +28,12 @@ class Request:
     """A preset or a folder."""
     layers: int | None = None
     """Layers of the model in place of its own."""
+    experts: int | None = None
+    """Experts of a layer in place of its own."""
     world: int
     rank: int
+    job: str | None = None
+    """Name of a job of which all ranks are traced, with packs of many lengths, and compared."""
     fault: str | None = None
     """``module:function`` to call before the step: for tests."""
 
@@ -52,20 +61,70 @@ class Sync:
 
 
 @dataclass(frozen=True)
-class Collective:
-    """Ranks that exchange tensors."""
+class Made:
+    """A process group, which every rank of a job makes."""
 
-    phase: str
-    site: Site
+    group: str
+    ranks: tuple[int, ...]
+    about: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective or message, as NCCL is told of it; a message has its other rank as ``root``."""
+
+    group: str
     name: str
     """Of the operation of ``torch.ops.c10d``."""
-    ranks: tuple[int, ...]
+    dtypes: tuple[str, ...] = ()
+    counts: tuple[int, ...] = ()
+    """Elements of each tensor, outputs first."""
+    reduction: str = ""
+    root: int | None = None
+    gives: tuple[int, ...] = ()
+    takes: tuple[int, ...] = ()
+    """Rows of an all-to-all for and from each rank of the group."""
+    blocks: bool = False
+    """The stream waits for it at once."""
+    batch: int | None = None
+    """Messages of a batch begin and end together."""
+    number: int | None = None
+    """In its group; None: as counted."""
+    pending: bool = False
+    phase: str = ""
+    site: Site = Site("?", 0, "?")
+    size: int = 0
+    """Bytes of the largest tensor; the whole one, if ranks hold its parts."""
 
-    def sent(self, size: int) -> float:
-        """Return the bytes that a rank sends on a ring, of tensors of ``size`` bytes, the whole ones."""
-        n = len(self.ranks)
-        share = {"allreduce_": 2 * (n - 1) / n, "send": 1.0, "recv_": 0.0, "barrier": 0.0}
-        return size * share.get(self.name, (n - 1) / n)
+
+@dataclass(frozen=True)
+class Wait:
+    """The stream waits for a call, by its place among the events, or for all that the device does."""
+
+    call: int | None
+
+
+Event = Made | Call | Wait
+OBJECTS = ("object",)
+
+
+def sum_sent(events: Iterable[Event]) -> list[dict[str, Any]]:
+    """Return, by line, how often tensors were exchanged with other ranks, and the bytes sent on a ring."""
+    rows: dict[Any, dict[str, Any]] = {}
+    ranks: dict[str, tuple[int, ...]] = {}
+    for event in events:
+        if isinstance(event, Made):
+            ranks[event.group] = event.ranks
+        elif isinstance(event, Call) and (n := len(ranks[event.group])) > 1 and event.dtypes != OBJECTS:
+            key = (event.phase, event.site, event.name, ranks[event.group])
+            row: dict[str, Any] = dict(zip(("phase", "site", "name", "ranks"), key, strict=True))
+            row |= {"site": asdict(event.site), "count": 0, "sent": 0.0, "largest": 0}
+            row = rows.setdefault(key, row)
+            share = {"allreduce_": 2 * (n - 1) / n, "send": 1.0, "recv_": 0.0, "barrier": 0.0}
+            row["count"] += 1
+            row["sent"] += event.size * share.get(event.name, (n - 1) / n)
+            row["largest"] = max(row["largest"], event.size)
+    return [*rows.values()]
 
 
 @dataclass
@@ -74,16 +133,11 @@ class Trace:
 
     phase: str = "build"
     syncs: Counter[Sync] = field(default_factory=Counter)
-    collectives: Counter[Collective] = field(default_factory=Counter)
-    sent: Counter[Collective] = field(default_factory=Counter)
-    """Bytes."""
-    largest: dict[Collective, int] = field(default_factory=dict)
-    """Bytes of the largest tensor."""
+    events: list[Event] = field(default_factory=list)
+    """What NCCL was told, in order."""
     flops: Counter[str] = field(default_factory=Counter)
     launches: Counter[str] = field(default_factory=Counter)
     """Operations that are no views, and kernels."""
-    dispatched: Counter[str] = field(default_factory=Counter)
-    """All operations, views and what kernels are written in included."""
     mixed: list[str] = field(default_factory=list)
     """Operations on the device that were given a host tensor, with their lines."""
     allocations: dict[tuple[str, Site], int] = field(default_factory=dict)
@@ -100,16 +154,19 @@ class Trace:
     """Phase and line that made it → bytes held at the peak."""
 
 
+@cache
+def shortened(file: str) -> str | None:
+    """Return a file of ours, Megatron's or Transformer Engine's, from the package on; None for others."""
+    found = _PACKAGES.match(file)
+    return None if found is None else found[1]
+
+
 def here() -> Site:
     """Return the innermost line of ours, Megatron's or Transformer Engine's."""
     frame = sys._getframe(1)
     while frame is not None:
-        name, file = frame.f_code.co_filename, None
-        if name.startswith(f"{_PACKAGE}megatron_fspo/") and not name.startswith(f"{_HERE}/"):
-            file = name.removeprefix(_PACKAGE)
-        elif mark := next((mark for mark in _OTHERS if mark in name), None):
-            file = name[name.rindex(mark) + 1 :]
-        if file is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_HERE) and (file := shortened(name)) is not None:
             return Site(file, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back  # type: ignore[assignment]
     return Site("torch", 0, "autograd")

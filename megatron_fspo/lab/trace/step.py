@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -76,6 +76,8 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
     arch = find_model(request.model)
     if request.layers is not None:
         arch = replace(arch, num_layers=request.layers)
+    if request.experts is not None and arch.experts is not None:
+        arch = replace(arch, experts=replace(arch.experts, count=request.experts))
     backend = Backend(
         device=torch.device("cuda", 0),
         collectives="nccl",
@@ -85,11 +87,11 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
     groups = startup.start(backend, parallel=config.parallel, seed=config.run.seed)
     startup.connect_groups(groups, config.parallel, backend.device)
     layout = make_layout(config, arch, groups, backend)
-    rollout, tokens = _rollout(config, layout, groups)
+    rollout, tokens = _rollout(config, layout, groups, uneven=request.job is not None)
     # What other ranks tell: the shape of what a stage hands on, and the metrics of the last stage.
     slices = config.parallel.tensor if config.parallel.sequence else 1
-    watch.incoming = {(torch.int64, (3,)): torch.tensor([tokens // slices, 1, arch.hidden_size])}
-    watch.totals = dict.fromkeys(("actor/ppo_kl", "fspo/kl_k3"), (0.0, 1.0))
+    watch.calls.incoming = {(torch.int64, (3,)): torch.tensor([tokens // slices, 1, arch.hidden_size])}
+    watch.calls.totals = dict.fromkeys(("actor/ppo_kl", "fspo/kl_k3"), (0.0, 1.0))
     with watch:
         run = _training(config, arch, backend, groups, layout, watch)
         with watch.during("old pass"):
@@ -102,7 +104,7 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
         facts: dict[str, Any] = {"micro_batches": len(batch.micro_batches)}
         del batch, mini_batch, steps
         run.policy.zero_gradients()
-        watch.headers = _headers(arch, config.parallel.pipeline, groups.pp.rank(), run.inputs.dtype)
+        watch.calls.headers = _headers(arch, config.parallel.pipeline, groups.pp.rank(), run.inputs.dtype)
         with watch.during("weights"):  # what their sender does, up to the sending
             bucket: Bucket = ()
             for bucket in in_buckets(hf_tensors(run.policy)):  # the one before is on its way meanwhile
@@ -170,7 +172,7 @@ def _training(
     reference = Model(arch, backend, groups, **made) if config.loss.kl_coef else None
     with watch.during("load"):
         for model in filter(None, (policy, reference)):
-            fill(model, _Zeros(arch))
+            fill(model, _Zeros(expected_hf_shapes(arch)))
             model.weights_loaded()
     loss = config.loss.start(None, longest=config.rollout.max_response_tokens, updates=1)
     return Training(
@@ -198,17 +200,17 @@ def _training(
 class _Zeros:
     """A checkpoint that takes no memory."""
 
-    arch: Architecture
+    shapes: Mapping[str, tuple[int, ...]]
     folder: Path = Path("zeros")
 
     def names(self) -> set[str]:
-        return set(expected_hf_shapes(self.arch))
+        return set(self.shapes)
 
     def file(self, name: str) -> Path:
         return self.folder
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return expected_hf_shapes(self.arch)[name]
+        return self.shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
         return torch.bfloat16
@@ -218,8 +220,11 @@ class _Zeros:
         return whole if slices is None else whole[slices]
 
 
-def _rollout(config: Config, layout: PackLayout, groups: ParallelGroups) -> tuple[Rollout, int]:
-    """Responses for full packs, each on the rank that trains on it; and a rank's tokens of a pack."""
+def _rollout(
+    config: Config, layout: PackLayout, groups: ParallelGroups, *, uneven: bool
+) -> tuple[Rollout, int]:
+    """Responses for full packs, each on the rank that trains on it; and a rank's tokens of a pack. With
+    ``uneven``, each pack is shorter than the one before it."""
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     context, room = layout.context_size, layout.max_tokens or 0
     samples = 1
@@ -233,7 +238,11 @@ def _rollout(config: Config, layout: PackLayout, groups: ParallelGroups) -> tupl
             lengths.append((short, rest - rest % padded_length(1, context) - short))
     in_pack = sum(padded_length(sum(pair), context) for pair in lengths) // context
     in_pack -= (samples - 1) * (prompt - 1)
-    lengths *= MICRO_BATCHES * layout.data_size * layout.count_multiple_of
+    packs = MICRO_BATCHES * layout.data_size * layout.count_multiple_of
+    # Together they lack less than a pack. Chunks that take turns get shapes in an order that is not followed.
+    shorter = room // packs**2 if uneven and layout.count_multiple_of == 1 else 0
+    (p, r), *others = lengths
+    lengths = [pair for number in range(packs) for pair in ((p, r - number * shorter), *others)]
     same = [number // samples for number in range(len(lengths))]
     plan, _ = plan_step([p for p, _ in lengths], [r for _, r in lengths], layout, prompts=same)
     owner = {number: rank for rank, packs in enumerate(plan) for pack in packs for number in pack}

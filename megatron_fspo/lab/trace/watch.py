@@ -2,8 +2,7 @@
 
 A tensor on ``cuda`` is torch's fake one: shape, dtype and device without memory. Operations on host tensors
 run for real. Small tensors on the device have a value on the host beside them, worked out by the same
-operations, so that masks, borders and counts are true; what comes out of large ones is all ones. Ranks are
-alike: a collective gives back what this rank gave.
+operations, so that masks, borders and counts are true; what comes out of large ones is all ones.
 """
 
 from __future__ import annotations
@@ -14,17 +13,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedOperatorException
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from megatron_fspo.lab.trace.calls import Calls
 from megatron_fspo.lab.trace.memory import Memory
 from megatron_fspo.lab.trace.patches import replaced
-from megatron_fspo.lab.trace.record import Collective, Site, Sync, Trace, here
+from megatron_fspo.lab.trace.record import Request, Site, Sync, Trace, here
 
 aten = torch.ops.aten
 _READS = {  # the host waits for what these return, or for its size
@@ -47,11 +45,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._stack = ExitStack()
         self._inside_kernel = 0
-        self.incoming: dict[tuple[torch.dtype, tuple[int, ...]], Tensor] = {}
-        """Type and shape → what another rank sends of that kind, such as the shape of what it will send."""
-        self.totals: dict[str, tuple[float, float]] = {}
-        self.headers: Iterator[Any] = iter(())
-        """The metrics that the last pipeline stage tells the others."""
+        self.calls = Calls(self.memory)
         self._unfinished: dict[int, Site] = {}
 
     def __enter__(self) -> Watch:
@@ -67,10 +61,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._stack.close()
 
-    def begin(self) -> None:
+    def begin(self, asked: Request) -> None:
         """Start a new trace; what is held from before counts no more."""
         self.trace = Trace()
         self.memory.begin(self.trace)
+        self.calls.begin(self.trace, asked)
         self._unfinished.clear()
 
     @contextmanager
@@ -120,13 +115,17 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default:  # two of three operations
+            return args[0].fake_device
         kwargs = kwargs or {}
         if any(issubclass(kind, Tensor) and kind not in _PLAIN for kind in types):
             return NotImplemented  # a tensor with a dispatch of its own, whose operations come back here
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         on_device = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
         if func.namespace == "c10d":
-            return self._collective(func, args, kwargs, tensors)
+            if len(on_device) < len(tensors):
+                self._mixed(func)
+            return self.calls.answer_collective(func, args, kwargs, on_device)
         made_there = torch.device(kwargs.get("device") or "cpu").type == "cuda"
         if not on_device and not made_there:
             if self._unfinished:
@@ -143,7 +142,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (answer := self._sized_by_data(func, args, kwargs)) is not None:
             return answer[0]
         out = func(*args, **kwargs)
-        self.trace.dispatched[self.trace.phase] += 1
         if not self._inside_kernel:
             self.trace.launches[self.trace.phase] += not func.is_view
             self._count_flops(func, args, kwargs, out)
@@ -296,7 +294,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 known.copy_(values)
         return made
 
-    # Arithmetic and messages
+    # Arithmetic
 
     def count_product(self, rows: int, inner: int, columns: int) -> None:
         """Count a matrix product."""
@@ -320,57 +318,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.trace.flops[self.trace.phase] += flop_registry[func.overloadpacket](
                 *args, **kwargs, out_val=out
             )
-
-    def _collective(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        group = next(
-            dist.ProcessGroup.unbox(arg)
-            for arg in args
-            if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
-        )
-        if any(not isinstance(tensor, FakeTensor) for tensor in tensors):
-            self._mixed(func)
-        size = max((tensor.numel() * tensor.itemsize for tensor in tensors), default=0)
-        if isinstance(args[0], list) and len(args[0]) and isinstance(args[0][0], list):
-            size *= len(args[0][0])  # a list of each rank's
-        ranks = tuple(dist.get_process_group_ranks(group))
-        seen = Collective(self.trace.phase, here(), func._schema.name.removeprefix("c10d::"), ranks)
-        if len(ranks) > 1 and not self._inside_kernel:
-            self.trace.collectives[seen] += 1
-            self.trace.sent[seen] += seen.sent(size)  # type: ignore[assignment]
-            self.trace.largest[seen] = max(size, self.trace.largest.get(seen, 0))
-        with _disable_current_modes():
-            if seen.name == "recv_":
-                for tensor in tensors:
-                    if (coming := self.incoming.get((tensor.dtype, tuple(tensor.shape)))) is not None:
-                        self.memory.values(tensor).copy_(coming)  # type: ignore[union-attr]
-            else:
-                self._exchange(args)
-        try:
-            return func(*args, **kwargs)
-        except UnsupportedOperatorException:
-            work = FakeWork().boxed()
-            return work if len(func._schema.returns) == 1 else (args[0], work)
-
-    def _exchange(self, args: Any) -> None:
-        """Copy the input into the outputs, end to end: every rank gives what this one does."""
-        if len(args) < 2:
-            return
-        outs, source = args[0], args[1]
-        source = (
-            source[0] if isinstance(source, list) and source and isinstance(source[0], Tensor) else source
-        )
-        if not isinstance(source, Tensor) or (given := self.memory.values(source)) is None:
-            return
-        for out in tree_leaves(outs):
-            values = self.memory.values(out) if isinstance(out, FakeTensor) else None
-            if values is None or not given.numel():
-                continue
-            if values.shape == given.shape:
-                values.copy_(given)
-            elif values.numel() % given.numel() == 0:
-                values.view(-1).view(-1, given.numel()).copy_(given.reshape(1, -1))
-            elif given.numel() % values.numel() == 0:
-                values.copy_(given.reshape(-1)[: values.numel()].view_as(values))
 
 
 _UNKNOWN = object()
