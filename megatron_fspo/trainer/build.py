@@ -78,10 +78,9 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
     longest, updates = config.rollout.max_response_tokens, config.off_policy_updates
     rollouts = config.rollouts_after_warmup
     loss = config.loss.start(inputs.noise, longest=longest, updates=updates, rollouts=rollouts)
-    sets = mixture(inputs.train, config.data)
-    rows, size, shuffle = digest_prompts(inputs.train), config.rollout.prompts, config.data.shuffle
+    sets, rows = mixture(inputs.train, config.data), digest_prompts(inputs.train)
+    size, shuffle, base = config.rollout.prompts, config.data.shuffle, _base(inputs)
     prompts = PromptCursor(sets, config.run.seed, size=size, shuffle=shuffle, rows=rows)
-    base = _base(inputs)
     state, damaged = _load(inputs, policy, base, checkpoints, older=older)
     if checkpoints:
         prompts.load_state_dict(state["cursor"])
