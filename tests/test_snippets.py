@@ -43,7 +43,7 @@ HERE = (
 IGNORED = {"test_snippets.py", "snippets.py", "command_check.py"}
 
 NOT_RUN = {
-    r"git |cd |\. |export |pip |make help|touch |sha256sum |kubectl |docker ": "not ours to test",
+    r"git |cd |\. |export |pip |make help|touch |sha256sum |kubectl |docker |hf ": "not ours to test",
     r"torchrun --(max-restarts|shutdown-timeout)|--[a-z-]+ \S+$|actor_rollout_ref": "named in passing",
     r"make (real|demo-(tools|vllm)|bench|evidence|verify|vllm|\.venv-trl/.ready)\b": "minutes: by hand",
     r"make runs/smollm2": "as `make real`",
