@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -9,9 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import p2p_communication
 
 from megatron_fspo.config.fp8 import FP8
+from megatron_fspo.mcore.machine import startup
 from megatron_fspo.mcore.model import policy, policy_loss
 from megatron_fspo.mcore.state import offload
 from megatron_fspo.packing.batch import MicroBatch
@@ -117,12 +118,17 @@ def nonzero() -> Any:
 
 
 def _in_call(name: str, number: int, change: Callable[..., Any]) -> Any:
-    """Another call in place of one to ``torch.distributed``, counted from 0; ``change`` is given that and its
-    arguments."""
+    """Another call in place of one to ``torch.distributed``, counted from 0 after those that connect groups;
+    ``change`` is given that and its arguments."""
     before, seen = getattr(dist, name), count()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return change(before, *args, **kwargs) if next(seen) == number else before(*args, **kwargs)
+        connects = sys._getframe(1).f_code is startup.connect_groups.__code__
+        return (
+            change(before, *args, **kwargs)
+            if not connects and next(seen) == number
+            else before(*args, **kwargs)
+        )
 
     return _replaced(dist, name, call)
 
@@ -184,15 +190,13 @@ def other_order() -> Any:
 
 
 def both_send() -> Any:
-    """Sending to the stage before it what it should receive from there: the first hidden states."""
-    before, calls = p2p_communication._p2p_ops, count()
+    """Sending to the stage before it what it should receive from there: the last hidden states."""
 
-    def exchange(**tensors: Any) -> Any:
-        if next(calls) == 0:
-            tensors |= {"tensor_send_prev": tensors["tensor_recv_prev"], "tensor_recv_prev": None}
-        return before(**tensors)
+    def send(call: Any, messages: Any) -> Any:
+        return call([dist.P2POp(dist.isend, one.tensor, one.peer, one.group) for one in messages])
 
-    return _replaced(p2p_communication, "_p2p_ops", exchange)
+    # In the old pass four messages and their shapes are received; in an update two, and two are sent.
+    return _in_call("batch_isend_irecv", 8 + 6 + 3, send)
 
 
 def uneven_pieces() -> Any:

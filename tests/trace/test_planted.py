@@ -62,5 +62,8 @@ def test_the_command_traces_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert seen["peaks"]["update"] == pytest.approx(seen["planned"], rel=0.05)
     text = as_text(seen, 1, 2)
     assert "rank 1 of 2" in text and "dp in a node: allreduce" in text and "head.py" in text
+    assert main([*run, "--trace", "all"]) == 0
+    head, _, verdict = capsys.readouterr().out.rpartition(": ")
+    assert head.startswith("2 ranks in place of 2 (data 2, layers 2): ") and verdict == "sound\n"
     assert main([*run, "--trace", "2"]) == 2
     assert "--trace 2" in capsys.readouterr().err

@@ -195,7 +195,7 @@ class Calls:
         def get() -> Any:
             try:
                 return result(gave)
-            except KeyError:
+            except (KeyError, RuntimeError):  # unknown, or of other sizes, which are told apart later
                 return alike
 
         got = get()

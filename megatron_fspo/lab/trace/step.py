@@ -85,7 +85,6 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
         head=config.model.head,
     )
     groups = startup.start(backend, parallel=config.parallel, seed=config.run.seed)
-    startup.connect_groups(groups, config.parallel, backend.device)
     layout = make_layout(config, arch, groups, backend)
     rollout, tokens = _rollout(config, layout, groups, uneven=request.job is not None)
     # What other ranks tell: the shape of what a stage hands on, and the metrics of the last stage.
@@ -93,6 +92,7 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
     watch.calls.incoming = {(torch.int64, (3,)): torch.tensor([tokens // slices, 1, arch.hidden_size])}
     watch.calls.totals = dict.fromkeys(("actor/ppo_kl", "fspo/kl_k3"), (0.0, 1.0))
     with watch:
+        startup.connect_groups(groups, config.parallel, backend.device)
         run = _training(config, arch, backend, groups, layout, watch)
         with watch.during("old pass"):
             batch, _ = pack_and_score(run, rollout)
