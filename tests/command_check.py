@@ -32,8 +32,8 @@ YOURS = {
 """File that a page takes to be there → a file of the same kind that is there."""
 NOT_OURS = tuple(
     "runs/ build/ / Qwen3-8B Qwen/ BytedTsinghua-SIA/ REAL OUT FOLDER FILE DIR dapo-math-17k.parquet "
-    "test.jsonl amc23.parquet aime24.parquet aime25.jsonl evaluations/ servers sweep.toml http:// tests: .venv fspo- "
-    "benchmarks/results/gpu-NAME.md megatron_fspo.adapters".split()
+    "test.jsonl amc23.parquet aime24.parquet aime25.jsonl evaluations/ servers sweep.toml "
+    "http:// tests: .venv fspo- benchmarks/results/gpu-NAME.md megatron_fspo.adapters".split()
 )
 """First letters of words that name what the reader has, or what another command on the page makes."""
 _MAKEFILE = (REPO / "Makefile").read_text(encoding="utf-8")
