@@ -394,6 +394,17 @@ MUTANTS = {
     "a checkpoint is named before it is on the disk": Mutant(
         "os.fsync(descriptor)", "pass", "test_durable.py",
     ),
+    "packed tensors overlap": Mutant(
+        "accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for",
+        "accumulate((size // _ALIGNMENT * _ALIGNMENT for", "test_buckets.py",
+    ),
+    "ranks that wait in a circle are not seen": Mutant(
+        'graph["end", units[place]].add(("meet", meeting))', "pass", "test_match.py",
+    ),
+    "a rank that makes a call less is not seen": Mutant(
+        "texts = texts if len(sides) > 1 else", "texts = [] if None in calls.values() else",
+        "test_match.py",
+    ),
 }  # fmt: skip
 
 
