@@ -53,7 +53,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "other_order": ("TP and DP", ("circle, with a communicator per group", "rank 1 waits in", "any_rank")),
     "both_send": (
         "PP",
-        ("rank 1: send bfloat16", "rank 0: nothing", "rank 1: nothing", "p2p_communication.py"),
+        ("rank 1: nothing", "rank 0: send", "rank 1: send", "rank 0: recv", "p2p_communication.py"),
     ),
     "uneven_pieces": ("EP", ("rank 1 gives", "rank 0 takes", "alltoall_base", "mappings.py")),
 }
