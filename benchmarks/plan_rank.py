@@ -37,8 +37,8 @@ from megatron_fspo.objective import FSPOBand
 from megatron_fspo.objective.surrogate import SequenceLevel
 from megatron_fspo.packing.batch import MicroBatches, Sequences
 from megatron_fspo.packing.pack import pack
+from megatron_fspo.parallel.buckets import in_buckets, to_bytes
 from megatron_fspo.parallel.groups import gather_lists, pack_layout
-from megatron_fspo.rollout.client.send_weights import in_buckets
 from megatron_fspo.verify.cases import SMALL, random_samples
 from megatron_fspo.weights import Architecture, Experts
 
@@ -207,8 +207,8 @@ def sent_bytes(policy: Policy) -> int:
 def _sent_once(policy: Policy) -> int:
     with torch.no_grad(), LiveBytes() as counted:
         named = [chunk.named_parameters() for chunk in policy.chunks]
-        for _ in in_buckets(hf_tensors(policy, named)):
-            pass
+        for bucket in in_buckets(hf_tensors(policy, named)):  # the one before is on its way meanwhile
+            to_bytes([tensor for _, tensor in bucket], torch.device("cpu"))
     return counted.peak
 
 

@@ -37,7 +37,7 @@ def in_buckets(
         yield bucket
 
 
-def pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+def to_bytes(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the bytes of one or more tensors, uint8 [bytes] on ``device``. Without a copy for a single
     tensor that is there already and contiguous."""
     flat = [tensor.to(device).contiguous().view(-1).view(torch.uint8) for tensor in tensors]
@@ -49,15 +49,15 @@ def pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return packed
 
 
-def unpack(packed: Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Shape]) -> Iterator[Tensor]:
-    """Yield the tensors of :func:`pack`, as views of ``packed``."""
+def from_bytes(packed: Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Shape]) -> Iterator[Tensor]:
+    """Yield the tensors of :func:`to_bytes`, as views of ``packed``."""
     sizes = _sizes(dtypes, shapes)
     for start, size, dtype, shape in zip(_starts(sizes), sizes, dtypes, shapes, strict=False):
         yield packed[start : start + size].view(dtype).view(tuple(shape))
 
 
-def packed_bytes(dtypes: Sequence[torch.dtype], shapes: Sequence[Shape]) -> int:
-    """Return the length of what :func:`pack` returns for tensors of these dtypes and shapes."""
+def num_bytes(dtypes: Sequence[torch.dtype], shapes: Sequence[Shape]) -> int:
+    """Return the length of what :func:`to_bytes` returns for tensors of these dtypes and shapes."""
     return _end(_sizes(dtypes, shapes))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.parallel.buckets import packed_bytes, unpack
+from megatron_fspo.parallel.buckets import from_bytes, num_bytes
 
 Join = Callable[[Store, int, int, timedelta, str], Any]
 """(store, rank, size, timeout, IP address of this rank) → process group, once all ranks have called it."""
@@ -115,9 +115,9 @@ class Receiver:
         if self._group is None:
             raise RuntimeError("weight update before /init_weight_transfer_engine")
         kinds = [getattr(torch, dtype) for dtype in dtypes]
-        packed = torch.empty(packed_bytes(kinds, shapes), dtype=torch.uint8, device=self._device)
+        packed = torch.empty(num_bytes(kinds, shapes), dtype=torch.uint8, device=self._device)
         self._group.broadcast([packed], dist.BroadcastOptions()).wait(self._timeout)
-        yield from zip(names, unpack(packed, kinds, shapes), strict=True)
+        yield from zip(names, from_bytes(packed, kinds, shapes), strict=True)
 
     def close(self) -> None:
         """Leave the group."""

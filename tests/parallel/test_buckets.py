@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_fspo.parallel.buckets import in_buckets, pack, packed_bytes, unpack
+from megatron_fspo.parallel.buckets import from_bytes, in_buckets, num_bytes, to_bytes
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int16, torch.float64)
@@ -24,17 +24,17 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 @given(st.lists(tensors(), min_size=1, max_size=6))
 def test_what_is_packed_is_unpacked(bucket: list[Tensor]) -> None:
-    packed = pack(bucket, CPU)
+    packed = to_bytes(bucket, CPU)
     kinds, shapes = [tensor.dtype for tensor in bucket], [tensor.shape for tensor in bucket]
-    assert packed.dtype == torch.uint8 and packed.shape == (packed_bytes(kinds, shapes),)
-    for tensor, got in zip(bucket, unpack(packed, kinds, shapes), strict=True):
+    assert packed.dtype == torch.uint8 and packed.shape == (num_bytes(kinds, shapes),)
+    for tensor, got in zip(bucket, from_bytes(packed, kinds, shapes), strict=True):
         assert got.dtype == tensor.dtype and torch.equal(got, tensor)
         assert got.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr()
 
 
 def test_a_large_tensor_alone_is_not_copied() -> None:
     tensor = torch.rand(3, 5)
-    assert pack([tensor], CPU).data_ptr() == tensor.data_ptr()
+    assert to_bytes([tensor], CPU).data_ptr() == tensor.data_ptr()
 
 
 def test_buckets() -> None:

@@ -123,23 +123,24 @@ def kv_bytes(shape: Shape, *, rows: int, tokens: int) -> int:
 
 
 def sending_bytes(shape: Shape) -> int:
-    """Return the peak bytes on the first rank during a weight update: a bucket being sent, packed, the next
-    one, and the following parameter, both as shards from the other ranks and assembled. Experts of other
-    ranks come packed, and stay so while one of their tensors is in a bucket."""
-    arch, width = shape.arch, shape.width
-    most = before = held = 0
+    """Return the peak bytes on the first rank during a weight update: a bucket that is sent, with its packed
+    copy, the next one, and the following parameter, both as shards from the other ranks and assembled. What
+    other experts and stages send comes packed, and stays while one of its tensors is in a bucket."""
+    arch, width, parallel = shape.arch, shape.width, shape.parallel
+    most = before = held = count = 0
     for row, _, _ in whole_model(arch):
         sizes = [math.prod(tensor.shape(arch)) * width for tensor in row.hf]
         # The shard of a single rank is the parameter itself, but q, k and v are always rearranged.
-        ranks = shape.parallel.expert if row.in_expert else shape.parallel.tensor
+        ranks = parallel.expert if row.in_expert else parallel.tensor
         copies = 2 if ranks > 1 else int(row.layout == "qkv")
         for size in sizes:
             most = max(most, before + held + copies * sum(sizes))
             if held and held + size > BUCKET_BYTES:
-                before, held = held, 0
-            held += size
-    spread = arch.experts is not None and shape.parallel.expert > 1
-    return most + (3 if spread else 1) * BUCKET_BYTES
+                before, held, count = held * (2 if count > 1 else 1), 0, 0
+            held, count = held + size, count + 1
+    most = max(most, 2 * held)
+    spread = max(parallel.pipeline, parallel.expert if arch.experts else 1) > 1
+    return most + (2 * BUCKET_BYTES if spread and before else 0)
 
 
 def communicators(shape: Shape) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from megatron_fspo.mcore.state.hf_weights import fill, hf_tensors
 from megatron_fspo.mcore.state.offload import Offload
 from megatron_fspo.packing.pack import PackLayout, plan_step
 from megatron_fspo.packing.zigzag import padded_length
-from megatron_fspo.parallel.buckets import in_buckets, pack
+from megatron_fspo.parallel.buckets import in_buckets, to_bytes
 from megatron_fspo.parallel.control import Control, Timeouts
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.record.log import RunLog
@@ -108,7 +108,7 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
         with watch.during("weights"):  # what their sender does, up to the sending
             bucket: Bucket = ()
             for bucket in in_buckets(hf_tensors(run.policy)):  # the one before is on its way meanwhile
-                pack([tensor for _, tensor in bucket], backend.device)
+                to_bytes([tensor for _, tensor in bucket], backend.device)
             del bucket
         facts |= {"state": watch.trace.live}
         if config.vllm.colocated:

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_fspo.mcore.model.lora import first_values, is_adapter, merged_parameters
 from megatron_fspo.mcore.model.model import expert_offset, is_expert, layer_offset
 from megatron_fspo.mcore.model.policy import Model
-from megatron_fspo.parallel.buckets import in_buckets, pack, packed_bytes, unpack
+from megatron_fspo.parallel.buckets import from_bytes, in_buckets, num_bytes, to_bytes
 from megatron_fspo.parallel.groups import gather_lists, share
 from megatron_fspo.weights import (
     Reader,
@@ -226,7 +226,9 @@ def _broadcast(
     device: torch.device,
 ) -> Iterator[Tensor]:
     """Send tensors, None on all ranks but ``source``, to every rank of the group in one message."""
-    size = packed_bytes(dtypes, shapes)
-    packed = torch.empty(size, dtype=torch.uint8, device=device) if values is None else pack(values, device)
+    size = num_bytes(dtypes, shapes)
+    packed = (
+        torch.empty(size, dtype=torch.uint8, device=device) if values is None else to_bytes(values, device)
+    )
     dist.broadcast(packed, src=source, group=group)
-    return unpack(packed, dtypes, shapes)
+    return from_bytes(packed, dtypes, shapes)

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_fspo.job.remote import Loop
-from megatron_fspo.parallel.buckets import in_buckets, pack
+from megatron_fspo.parallel.buckets import in_buckets, to_bytes
 from megatron_fspo.rollout.client.server import Server, ServerLost
 from megatron_fspo.rollout.common import is_loopback
 from megatron_fspo.rollout.delta import Changes
@@ -209,7 +209,7 @@ def _address_towards(servers: Sequence[Server]) -> str:
 
 def _broadcast(group: Any, device: torch.device, bucket: Bucket, timeout: timedelta) -> None:
     # The group is an argument, as this thread may still wait for it when the sender has created another.
-    sent = pack([tensor for _, tensor in bucket], device)
+    sent = to_bytes([tensor for _, tensor in bucket], device)
     try:
         # NCCL's stream waits for the current one. This thread waits for NCCL only with a timeout.
         group.broadcast([sent], dist.BroadcastOptions()).wait(timeout)
