@@ -35,6 +35,7 @@ from megatron_fspo.lab.report.history import History, Records
 from megatron_fspo.lab.sweep.file import Sweep, planned, read_sweep
 from megatron_fspo.lab.sweep.processes import make
 from megatron_fspo.lab.sweep.summary import as_json, compared, mean_over_seeds, summarize
+from megatron_fspo.objective.band import DEFAULT_C
 from megatron_fspo.objective.fairness import length_bins
 
 PARTS = ("bands", "widths", "losses", "ledger", "ledger_growth", "words", "words_fresh", "words_bf16")
@@ -106,22 +107,22 @@ COUNTS = ("length", "judged", "clipped", "spread", "c")
 
 def keep_counts(sweep: Sweep, path: Path) -> None:
     """Of every run and step behind the figures of clipping, ``COUNTS``: mean length, how many records with
-    A ≠ 0 there are, how many of them were clipped, the root mean square of S, and c after the step; and all
+    A ≠ 0 there are, how many of them were clipped, the root mean square of S, and the c in use; and all
     records of the first seed (recompute.py)."""
     rows: list[list[float]] = []
     runs = list(planned(sweep))
     for number, run in enumerate(runs):
         records = compared(sweep, run)
         series = History(sweep.folder / run.name).series("fspo/c_high")
-        width = dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
+        width = {0: DEFAULT_C} | dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
         for step in np.unique(records.step).tolist():
             mine = records.select(records.step == step)
             judged = mine.select(mine.advantage != 0)
             spread = float(np.sqrt(np.mean(mine.log_ratio_sum**2)))
-            counts = [mine.length.mean(), len(judged), judged.clipped.sum(), spread, width[step]]
+            counts = [mine.length.mean(), len(judged), judged.clipped.sum(), spread, width[step - 1]]
             rows.append([number, step, *counts])
     columns = dict(zip(("run", "step", *COUNTS), np.transpose(rows), strict=True))
-    of_run = {name: column.astype("f4" if name in COUNTS else "i2") for name, column in columns.items()}
+    of_run = {name: column.astype("f8" if name in COUNTS else "i2") for name, column in columns.items()}
     first = sweep.model_copy(update={"seeds": sweep.seeds[:1]})
     keep(first, path)
     with np.load(path) as file:

@@ -76,9 +76,16 @@ def test_counts_and_records_give_the_clip_rates_of_the_ledger_with_filler_again(
     result = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     found = recompute.filler(path)
     assert found.keys() == result["arms"].keys()
-    for arm, (first, last, change, *_) in found.items():
+    with np.load(path) as file:
+        seeds, arms, clipped, judged = (file[name] for name in ("seeds", "arms", "clipped", "judged"))
+        of_run, steps = file["run"], file["step"]
+    assert sorted(set(seeds.tolist())) == result["sweep"]["seeds"]
+    for arm, (first, last, change, *_, of_first) in found.items():
         assert change == pytest.approx(last - first)
         assert change == pytest.approx(result["arms"][arm]["clipped_more"]["value"], abs=1e-6)
+        own = of_run == np.flatnonzero((arms == arm) & (seeds == seeds.min()))[0]
+        late = own & np.isin(steps, np.array_split(steps[own], 4)[-1])
+        assert of_first == pytest.approx(clipped[late].sum() / judged[late].sum(), abs=1e-9)
 
 
 def test_holm_by_hand() -> None:
