@@ -155,10 +155,15 @@ runs/ledger-growth/checkpoint/config.json: LEDGER_ARGS := --long 19 195
 runs/ledger/checkpoint/config.json runs/ledger-growth/checkpoint/config.json: runs/%/checkpoint/config.json: $(VENV)/.ready
 	PYTHONPATH=. $(VENV)/bin/python benchmarks/ledger/ledger.py --out runs/$* $(LEDGER_ARGS)
 
+runs/filler-certain/checkpoint/config.json: WORDS := 1
+runs/filler-uncertain/checkpoint/config.json: WORDS := 4
+runs/filler-certain/checkpoint/config.json runs/filler-uncertain/checkpoint/config.json: runs/%/checkpoint/config.json: $(VENV)/.ready
+	PYTHONPATH=. $(VENV)/bin/python benchmarks/ledger/filler.py --words $(WORDS) --out runs/$*
+
 runs/words/checkpoint/config.json: $(VENV)/.ready
 	PYTHONPATH=. $(VENV)/bin/python benchmarks/words/words.py --out runs/words
 
-evidence: $(VENV)/.ready vllm $(SMOLLM2)/checkpoint/config.json runs/words/checkpoint/config.json runs/ledger/checkpoint/config.json runs/ledger-growth/checkpoint/config.json  ## every figure of docs/evidence.md again; runs in runs/evidence are not made twice
+evidence: $(VENV)/.ready vllm $(SMOLLM2)/checkpoint/config.json runs/words/checkpoint/config.json runs/ledger/checkpoint/config.json runs/ledger-growth/checkpoint/config.json runs/filler-certain/checkpoint/config.json runs/filler-uncertain/checkpoint/config.json  ## every figure of docs/evidence.md again; runs in runs/evidence are not made twice
 	$(VENV)/bin/python benchmarks/evidence.py $(EVIDENCE_ARGS)
 	$(VENV)/bin/python benchmarks/density.py
 	$(VENV)/bin/python benchmarks/drift.py

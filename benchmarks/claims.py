@@ -51,6 +51,8 @@ PARTS = {
     "words": "word lists",
     "words_fresh": "word lists, 2 steps",
     "words_bf16": "word lists, bf16",
+    "filler_certain": "certain filler",
+    "filler_uncertain": "uncertain filler",
     "density": "",
     "drift": "",
 }
@@ -77,6 +79,7 @@ ARMS = {
     "linear": "L",
     "noise_signal": "√(L + L²/L*)",
     "measured": "L^a",
+    "again": "√L again",
     "gspo": "GSPO",
     "luspo": "LUSPO",
     "quarter": "c/4",
@@ -100,7 +103,8 @@ class Claim:
     text: str
     figure: str
     arm: str
-    less: str
+    less: str = ""
+    """The other arm; none: the arm's figure is compared with 0."""
     test: Literal["above", "below", "equal"]
     margin: float
     beyond: bool = False
@@ -190,6 +194,8 @@ def differences(result: Mapping[str, Any], claim: Claim) -> list[float]:
         {run["seed"]: run[claim.figure] for run in result["runs"] if run["arm"] == arm}
         for arm in (claim.arm, claim.less)
     ]
+    if not claim.less:
+        arms[1] = dict.fromkeys(arms[0], 0.0)
     return [arms[0][seed] - arms[1][seed] for seed in sorted(arms[0].keys() & arms[1].keys())]
 
 
@@ -211,7 +217,8 @@ def lines(claims: Sequence[Claim]) -> str:
         names = NAMES.get(claim.part, ARMS)
         (setting, arm), (_, less) = (("/" + name).rsplit("/", 1) for name in (claim.arm, claim.less))
         part = PARTS[claim.part] or setting_of(setting[1:])
-        what = f"{FIGURES[claim.figure]}: {names[arm]} {RELATIONS[claim.test]} {names[less]}"
+        other = names[less] if less else "0"
+        what = f"{FIGURES[claim.figure]}: {names[arm]} {RELATIONS[claim.test]} {other}"
         measured = "" if test is None else f"{test.value:+.3f} ± {test.half_width:.3f}"
         margin = f"{'>' if claim.beyond else ''}{claim.margin:g}"
         found.append(f"{part:<20} {what:<42} {measured:<16} {margin:>5}  {verdict}")

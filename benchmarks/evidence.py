@@ -7,8 +7,9 @@
 
 A part is a sweep of ``benchmarks/evidence/``; its first run says how long the others will take, and a run
 that is there is not made again. Figures go to ``benchmarks/results/evidence_<part>.json`` and the records of
-``KEPT`` to a ``.npz`` (the others' are too large), from which docs/fairness.svg is drawn for the ledger;
-`make docs` writes the page from these files.
+``KEPT`` to a ``.npz`` (the others' are too large), from which docs/fairness.svg is drawn for the ledger; of
+``COUNTED``, the records of the first seed and counts by step of all. `make docs` writes the page from these
+files.
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ from matplotlib.ticker import PercentFormatter
 from machine import ROOT, cpu, options_of
 from megatron_fspo.evaluation.intervals import t_half_width
 from megatron_fspo.lab.report.drawing import length_axis
-from megatron_fspo.lab.report.history import Records
+from megatron_fspo.lab.report.history import History, Records
 from megatron_fspo.lab.sweep.file import Sweep, planned, read_sweep
 from megatron_fspo.lab.sweep.processes import make
 from megatron_fspo.lab.sweep.summary import as_json, compared, mean_over_seeds, summarize
+from megatron_fspo.objective.band import DEFAULT_C
 from megatron_fspo.objective.fairness import length_bins
 
 PARTS = ("bands", "widths", "losses", "ledger", "ledger_growth", "words", "words_fresh", "words_bf16")
+PARTS += ("filler_certain", "filler_uncertain")
 KEPT = ("ledger", "ledger_growth")
+COUNTED = ("filler_certain", "filler_uncertain")
 PROGRAMS = {"random": ("benchmarks/ledger/random_clip.py", "sqrt")}
 """Arm → words after ``python``, of one that is no run of ``megatron-fspo train``."""
 LOOKS = {
@@ -96,6 +100,35 @@ def keep(sweep: Sweep, path: Path) -> None:
         seed=np.repeat([run.seed for run, _ in runs], sizes).astype("i2"),
         **columns,
     )
+
+
+COUNTS = ("length", "judged", "clipped", "spread", "c")
+
+
+def keep_counts(sweep: Sweep, path: Path) -> None:
+    """Of every run and step behind the figures of clipping, ``COUNTS``: mean length, how many records with
+    A ≠ 0 there are, how many of them were clipped, the root mean square of S, and the c in use; and all
+    records of the first seed (recompute.py)."""
+    rows: list[list[float]] = []
+    runs = list(planned(sweep))
+    for number, run in enumerate(runs):
+        records = compared(sweep, run)
+        series = History(sweep.folder / run.name).series("fspo/c_high")
+        width = {0: DEFAULT_C} | dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
+        for step in np.unique(records.step).tolist():
+            mine = records.select(records.step == step)
+            judged = mine.select(mine.advantage != 0)
+            spread = float(np.sqrt(np.mean(mine.log_ratio_sum**2)))
+            counts = [mine.length.mean(), len(judged), judged.clipped.sum(), spread, width[step - 1]]
+            rows.append([number, step, *counts])
+    columns = dict(zip(("run", "step", *COUNTS), np.transpose(rows), strict=True))
+    of_run = {name: column.astype("f8" if name in COUNTS else "i2") for name, column in columns.items()}
+    first = sweep.model_copy(update={"seeds": sweep.seeds[:1]})
+    keep(first, path)
+    with np.load(path) as file:
+        of_first = {f"first/{name}": file[name] for name in file.files}
+    arms, seeds = ([getattr(run, name) for run in runs] for name in ("arm", "seed"))
+    np.savez_compressed(path, arms=arms, seeds=seeds, **of_run, **of_first)
 
 
 def rates_by_length(runs: Sequence[Records], column: str) -> tuple[list[float], list[list[float]]]:
@@ -183,6 +216,8 @@ def main() -> None:
         path.write_text(as_json(content), encoding="utf-8")
         if part in KEPT or args.short:
             keep(sweep, path.with_suffix(".npz"))
+        if part in COUNTED:
+            keep_counts(sweep, path.with_suffix(".npz"))
         if part == KEPT[0] or args.short:
             picture = results / "fairness.svg" if args.short else ROOT / "docs/fairness.svg"
             draw(path.with_suffix(".npz"), found, picture)

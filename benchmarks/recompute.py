@@ -3,6 +3,7 @@
     python benchmarks/recompute.py benchmarks/results/evidence_ledger.npz
     python benchmarks/recompute.py benchmarks/results/evidence_density.npz
     python benchmarks/recompute.py benchmarks/results/evidence_drift.npz
+    python benchmarks/recompute.py benchmarks/results/evidence_filler_uncertain.npz
 
 Of every arm of the ledger: how many of the responses with an advantage were clipped, short and long; and LRE
 of what was clipped, over 8 length bins, within signs of A, and within optimizer steps. Means over seeds.
@@ -14,6 +15,10 @@ clipped in the last four rollouts, from S, A and c.
 Of every arm of drift.py: accuracy at 4,096 tokens, mean over seeds; its difference from drift = none, and the
 chance of it as above; and of the first seed, from S, A, c and drift, of the longest third: the shares below
 and above the band, and the shares clipped of A > 0 and A < 0.
+
+Of every arm of the ledger with filler, from counts by step, means over seeds: the clip rate in the first and
+the last quarter of the steps, and the change; the change less that of √L, and the share of all signs of these
+differences whose mean is as large; and of the first seed, from S, A, c and L, the last quarter's rate.
 """
 
 import argparse
@@ -27,6 +32,10 @@ LATE = np.array([800, 1024, 1024, 1024])
 """Tokens of a response in the last rollouts of density.py."""
 LONGEST = 4096
 """Tokens of the longest responses of drift.py."""
+
+
+EXPONENTS = {"sqrt": 0.5, "again": 0.5, "constant": 0.0, "linear": 1.0}
+"""Of the widths of the ledger with filler."""
 
 
 def lre(accepted, length, strata):
@@ -113,10 +122,40 @@ def drift(path):
     return found
 
 
+def filler(path):
+    """Arm → clip rate first, last, change, less √L, p; last of the first seed, from S."""
+    file = np.load(path)
+    rates = {}
+    for run, (arm, seed) in enumerate(zip(file["arms"].tolist(), file["seeds"].tolist(), strict=True)):
+        own = file["run"] == run
+        steps, clipped, judged = (file[name][own] for name in ("step", "clipped", "judged"))
+        parts = [np.isin(steps, quarter) for quarter in np.array_split(steps, 4)]
+        pair = [clipped[part].sum() / judged[part].sum() for part in (parts[0], parts[-1])]
+        rates.setdefault(arm, {})[seed] = [*pair, pair[1] - pair[0]]
+    found, first = {}, min(file["seeds"])
+    signs = np.array(np.meshgrid(*[[-1, 1]] * len(rates["sqrt"]))).reshape(len(rates["sqrt"]), -1)
+    for arm, by_seed in rates.items():
+        gaps = np.array([by_seed[seed][2] - rates["sqrt"][seed][2] for seed in sorted(by_seed)])
+        chance = (np.abs(gaps @ signs) >= abs(gaps.sum()) - 1e-12).mean()
+        (run,) = np.flatnonzero((file["arms"] == arm) & (file["seeds"] == first))
+        width = dict(zip(file["step"][file["run"] == run], file["c"][file["run"] == run], strict=True))
+        own = (file["first/arm"] == arm) & (file["first/advantage"] != 0)
+        step, sums, advantage, length = (
+            file[f"first/{name}"][own] for name in ("step", "log_ratio_sum", "advantage", "length")
+        )
+        last = np.isin(step, np.array_split(sorted(width), 4)[-1])
+        edge = np.array([width[one] for one in step[last]]) * length[last] ** EXPONENTS[arm]
+        again = (sums[last] * np.sign(advantage[last]) > edge).mean()
+        found[arm] = np.array([*np.mean([*by_seed.values()], 0), gaps.mean(), chance, again])
+    return found
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("file")
     name = parser.parse_args().file
-    table = {"evidence_density": density, "evidence_drift": drift}.get(Path(name).stem, figures)
+    tables = {"evidence_density": density, "evidence_drift": drift}
+    tables |= {"evidence_filler_certain": filler, "evidence_filler_uncertain": filler}
+    table = tables.get(Path(name).stem, figures)
     for arm, row in table(name).items():
         print(f"{arm:<30}" if "/" in arm else f"{arm:<14}", "  ".join(f"{value:.3f}" for value in row))

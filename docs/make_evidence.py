@@ -17,7 +17,7 @@ from scipy import stats
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "docs")]
-from evidence_density import density, drift  # noqa: E402
+from evidence_density import density, drift, filler  # noqa: E402
 from evidence_long import long_responses, rows  # noqa: E402
 
 from claims import ARMS, lines, read_claims  # noqa: E402
@@ -61,16 +61,12 @@ def render() -> str:
     make_sum = bands["arms"] | read("evidence_widths")["arms"] | read("evidence_losses")["arms"]
     covered = read("interval_coverage")
     wrong = [*covered["verdicts"].values()]
-    sqrt = ledger["arms"]["sqrt"]
     return TEMPLATE.read_text(encoding="utf-8").format(
         cpu=bands["machine"]["cpu"],
         torch=bands["machine"]["torch"],
         mcore=bands["machine"]["megatron-core"],
         claims=lines(read_claims()),
         ledger=table(ledger["arms"], LEDGER, LEDGER_COLUMNS),
-        ledger_lre=f"{sqrt['lre_signed']['value']:.2f}",
-        ledger_by_sign=f"{sqrt['by_sign']['value']:.2f}",
-        ledger_by_step=f"{sqrt['by_update']['value']:.2f}",
         growth=table(
             growth["arms"], GROWTH, GROWTH_COLUMNS, {"first": first_rates("evidence_ledger_growth")}
         ),
@@ -89,6 +85,7 @@ def render() -> str:
         bands_seeds=len(bands["sweep"]["seeds"]),
         words=words_table(),
         **density(read("evidence_density")),
+        **filler(**{kind: read(f"evidence_filler_{kind}") for kind in ("certain", "uncertain")}),
         **drift(read("evidence_drift")),
         exponents="{:.2f} to {:.2f}".format(*exponents(bands)),
         **long_responses(read("long_responses")),
@@ -112,12 +109,12 @@ def table(
 
 def words_table() -> str:
     """The sweeps on lists of words, one below the other."""
-    lines: list[str] = []
+    lines = [f"{'steps':<10}{'':<12}{'clipped':>8}{'LRE':>16}{'reward':>16}"]
     for part, name in WORDS.items():
-        arms = read(f"evidence_{part}")["arms"]
-        head, rule, *body = table(arms, " ".join(arms), REWARD_COLUMNS).splitlines()
-        lines = lines or [f"| steps {head}", f"| --- {rule}"]
-        lines += [f"| {'' if number else name} {line}" for number, line in enumerate(body)]
+        for number, (arm, means) in enumerate(read(f"evidence_{part}")["arms"].items()):
+            cells = "".join(f"{mean(means[key]):>16}" for key in REWARD_COLUMNS)
+            begin = f"{'' if number else name:<10}{ARMS[arm]:<12}"
+            lines.append(f"{begin}{means['clipped']['value']:>8.1%}{cells}")
     return "\n".join(lines)
 
 

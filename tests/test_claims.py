@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tomllib
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -69,6 +70,24 @@ def test_kept_records_give_the_printed_figures_again() -> None:
         assert low <= result["arms"][arm]["clipped"]["value"] <= high
 
 
+@pytest.mark.parametrize("part", ["filler_certain", "filler_uncertain"])
+def test_counts_and_records_give_the_clip_rates_of_the_ledger_with_filler_again(part: str) -> None:
+    path = REPO / f"benchmarks/results/evidence_{part}.npz"
+    result = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    found = recompute.filler(path)
+    assert found.keys() == result["arms"].keys()
+    with np.load(path) as file:
+        seeds, arms, clipped, judged = (file[name] for name in ("seeds", "arms", "clipped", "judged"))
+        of_run, steps = file["run"], file["step"]
+    assert sorted(set(seeds.tolist())) == result["sweep"]["seeds"]
+    for arm, (first, last, change, *_, of_first) in found.items():
+        assert change == pytest.approx(last - first)
+        assert change == pytest.approx(result["arms"][arm]["clipped_more"]["value"], abs=1e-6)
+        own = of_run == np.flatnonzero((arms == arm) & (seeds == seeds.min()))[0]
+        late = own & np.isin(steps, np.array_split(steps[own], 4)[-1])
+        assert of_first == pytest.approx(clipped[late].sum() / judged[late].sum(), abs=1e-9)
+
+
 def test_holm_by_hand() -> None:
     assert holm([0.01, 0.04, 0.03, 0.005]) == [True, False, False, True]
     assert holm([0.02, 0.02, 0.02]) == [False] * 3 and holm([]) == []
@@ -81,6 +100,9 @@ def test_claims_are_of_sweeps_and_compared_by_seed() -> None:
     for one in claims:
         sweep = read_sweep(REPO / f"benchmarks/evidence/{one.part}.toml")
         assert one.part in PARTS and {one.arm, one.less} - removed <= sweep.arms.keys() and one.margin > 0
+    for one in read_claims(REPO / "benchmarks/evidence/claims_filler.toml"):
+        arms = read_sweep(REPO / f"benchmarks/evidence/{one.part}.toml").arms
+        assert one.part in PARTS and {one.arm, one.less} - {""} <= arms.keys()
     for one in read_claims(REPO / "benchmarks/evidence/claims_density.toml"):
         of_setting = {
             density.name_of(kind, temper, rate, arm)
@@ -98,3 +120,4 @@ def test_claims_are_of_sweeps_and_compared_by_seed() -> None:
     runs = [("a", 1, 0.5), ("b", 2, 0.1), ("b", 1, 0.2), ("a", 3, 0.9)]
     result = {"runs": [{"arm": arm, "seed": seed, "f": value} for arm, seed, value in runs]}
     assert differences(result, claim("above")) == pytest.approx([0.3])
+    assert differences(result, replace(claim("above"), less="")) == [0.5, 0.9]
