@@ -100,7 +100,7 @@ def problems(seen: dict[str, Any], asked: Request) -> list[str]:
     if seen["error"]:
         return [f"device: {seen['error']}" if seen["mixed"] else seen["error"]]
     config = Config.model_validate(asked.config)
-    checks = (_syncs, _memory, _sizes, _messages)
+    checks = (_syncs, _memory, _sizes, _messages, _connected)
     return [line for check in checks for line in check(seen, asked, config)]
 
 
@@ -119,6 +119,14 @@ def _syncs(seen: dict[str, Any], asked: Request, config: Config) -> Iterator[str
         if count > allowed:
             yield f"{kind}: {count} in the {phase} at {file} {function}, {allowed} are allowed"
     yield from (f"early: {line}" for line in seen["early"])
+
+
+def _connected(seen: dict[str, Any], asked: Request, config: Config) -> Iterator[str]:
+    """NCCL would allocate for a group that is first used when memory is full."""
+    used: dict[bool, set[tuple[int, ...]]] = {True: set(), False: set()}
+    for one in seen["collectives"]:
+        used[one["site"]["function"] == "connect_groups"].add(tuple(one["ranks"]))
+    yield from (f"connected: ranks {ranks} are not, before the step" for ranks in used[False] - used[True])
 
 
 def _memory(seen: dict[str, Any], asked: Request, config: Config) -> Iterator[str]:

@@ -106,6 +106,10 @@ def not_lent() -> Any:
     return _replaced(offload.Offloadable, "lend", lambda self: lend(self) if self._kept else None)
 
 
+def not_connected() -> Any:
+    return _replaced(startup, "connect_groups", lambda *_: None)
+
+
 def short_rows() -> Any:
     return _replaced(FP8, "align", property(lambda self: 16))
 

@@ -27,6 +27,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "float64": ("float64", (), {}),
     "read_early": ("early", (), {}),
     "not_lent": ("lent", COLOCATED, {"world": 16}),
+    "not_connected": ("connected", (), {}),
     "short_rows": ("collective", ("fp8.toml",), UNEVEN),
     "nonzero": ("nonzero", (), {}),
 }
