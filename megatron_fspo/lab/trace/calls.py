@@ -192,14 +192,14 @@ class Calls:
     def _get(self, gave: dict[int, Any], alike: Any, result: Callable[[dict[int, Any]], Any]) -> Any:
         """Return what this rank gets; ``alike`` until all is known that goes into it."""
 
-        def get() -> Any:
+        def known() -> Any:
             try:
                 return result(gave)
             except (KeyError, RuntimeError):  # unknown, or of other sizes, which are told apart later
                 return alike
 
-        got = get()
-        self._job.misled[self._asked.rank].append(lambda: _format_decisive(get()) != _format_decisive(got))
+        got = known()
+        self._job.misled[self._asked.rank].append(lambda: _format_decisive(known()) != _format_decisive(got))
         return got
 
 
