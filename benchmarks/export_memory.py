@@ -3,8 +3,9 @@ Qwen3-30B-A3B at full width on four processes (TP4, EP4), with random weights.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 benchmarks/export_memory.py
 
-The ranks hold 6 GB, and the export is as large. A shard is what a rank has of all experts: beside its weights
-no rank may hold more than two of them and two buckets. --narrow has a small model, for the test.
+The ranks hold 6 GB, and the export is as large. A shard is what a rank has of all experts, which travel in
+buckets: beside its weights no rank may hold more than two experts and three buckets. --narrow has a small
+model, for the test.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ megatron-fspo plan --config examples/qwen3_8b/run.toml --model qwen3-8b --nproc 
 | `--assume NAME=NUMBER` | speeds; `--assume ?` lists them |
 | `--section.key value` | any key of the configuration |
 | `--json` | bytes and seconds, for programs |
-| `--trace RANK` | runs one rank's step [without a GPU](without_a_gpu.md) |
+| `--trace RANK`, `--trace all` | runs the step of a rank, or compares all, [without a GPU](without_a_gpu.md) |
 
 The exit status is 0 if the run fits, 1 if it does not (then `plan` lists single changes that would), and 2 for bad input.
 

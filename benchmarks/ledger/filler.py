@@ -23,11 +23,21 @@ from itertools import product, starmap
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
-from ledger import BEGIN, LEARNING_RATE, MOST_STEPS, PAD, STOP, TRIED, WARM_UP, save
+from ledger import (
+    BEGIN,
+    LEARNING_RATE,
+    MOST_STEPS,
+    PAD,
+    STOP,
+    TRIED,
+    WARM_UP,
+    make_model,
+    save,
+    word_tokenizer,
+)
 from megatron_fspo.types import Completion, Prompt
 
 STEPS, VALUES, MOST = 6, 16, 16
@@ -188,26 +198,9 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     ids = {word: number for number, word in enumerate(vocabulary(args.words))}
-    config = Qwen3Config(
-        hidden_size=args.hidden,
-        intermediate_size=3 * args.hidden,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=args.hidden // 4,
-        vocab_size=len(ids),
-        max_position_embeddings=STEPS * (MOST + 1) + 8,
-        tie_word_embeddings=False,
-        initializer_range=0.05,
-        bos_token_id=ids[BEGIN],
-        eos_token_id=ids[STOP],
-        pad_token_id=ids[PAD],
-    )
-    model = Qwen3ForCausalLM(config)
+    model = make_model(ids, args.hidden, longest=STEPS * (MOST + 1) + 8)
     learn(model, ids, args.words, args.until)
-    tokenizer = Tokenizer(models.WordLevel(vocab=ids, unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    save(model, tokenizer, args.out / "checkpoint")
+    save(model, word_tokenizer(ids), args.out / "checkpoint")
     write_prompts(args.out)
 
 

@@ -109,27 +109,37 @@ def main() -> None:
     rng, counts = random.Random(0), dict(zip(FAMILIES, (args.short, args.long), strict=True))
     words = vocabulary([most for _, most in counts.values()])
     ids = {word: number for number, word in enumerate(words)}
+    model = make_model(ids, args.hidden, longest=2 * args.long[1] + 8)
+    learn(model, counts, ids, args.until, rng)
+    save(model, word_tokenizer(ids), args.out / "checkpoint")
+    write_prompts(args.out, counts)
+
+
+def make_model(ids: dict[str, int], hidden: int, *, longest: int) -> Qwen3ForCausalLM:
+    """A Qwen3 of two layers with random weights, for sequences of at most ``longest`` tokens."""
     config = Qwen3Config(
-        hidden_size=args.hidden,
-        intermediate_size=3 * args.hidden,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
-        head_dim=args.hidden // 4,
-        vocab_size=len(words),
-        max_position_embeddings=2 * args.long[1] + 8,
+        head_dim=hidden // 4,
+        vocab_size=len(ids),
+        max_position_embeddings=longest,
         tie_word_embeddings=False,
         initializer_range=0.05,
         bos_token_id=ids[BEGIN],
         eos_token_id=ids[STOP],
         pad_token_id=ids[PAD],
     )
-    model = Qwen3ForCausalLM(config)
-    learn(model, counts, ids, args.until, rng)
+    return Qwen3ForCausalLM(config)
+
+
+def word_tokenizer(ids: dict[str, int]) -> Tokenizer:
+    """A tokenizer of words between blanks."""
     tokenizer = Tokenizer(models.WordLevel(vocab=ids, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    save(model, tokenizer, args.out / "checkpoint")
-    write_prompts(args.out, counts)
+    return tokenizer
 
 
 def learn(

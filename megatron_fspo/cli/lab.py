@@ -13,10 +13,6 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.rollout.common import COLOCATED_SHARE
 
 
-def _parse_rank(word: str) -> int | str:
-    return word if word == "all" else int(word)
-
-
 @command(
     "estimate memory and time of a run",
     config_files(required=True),
@@ -34,9 +30,7 @@ def _parse_rank(word: str) -> int | str:
         float,
     ),
     argument("--assume NAME=NUMBER", "speeds; --assume ? lists the names", default=[], nargs="+"),
-    argument(
-        "--trace RANK", "trace the step of this rank on simulated GPUs; all: compare all ranks", _parse_rank
-    ),
+    argument("--trace RANK", "trace the step of this rank on simulated GPUs; all: compare all ranks"),
     JSON,
     keys=True,
 )
@@ -84,7 +78,10 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.trace is not None:
         from megatron_fspo.lab.trace.command import trace
 
-        text, fits = trace(config, given, rank=args.trace, **how)
+        if args.trace != "all" and not args.trace.removeprefix("-").isdecimal():
+            raise InputError(f"--trace {args.trace!r}: must be the number of a rank, or all")
+        rank = args.trace if args.trace == "all" else int(args.trace)
+        text, fits = trace(config, given, rank=rank, **how)
     else:
         text, fits = plan(config, given, **how)
     print(text)

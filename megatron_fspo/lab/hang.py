@@ -17,6 +17,8 @@ from megatron_fspo.lab.trace.match import find_awaited
 from megatron_fspo.lab.trace.record import Call, Made, Site, shortened
 from megatron_fspo.weights.safe_pickle import Unpickler
 
+_MOST_BYTES = 2**28
+
 
 def examine(dumps: Path) -> list[str]:
     """Return what is wrong by the dumps in a folder, or with names that begin like ``dumps``.
@@ -26,7 +28,9 @@ def examine(dumps: Path) -> list[str]:
     """
     read: dict[int, tuple[Any, list[Call]]] = {}
     for file in dumps.iterdir() if dumps.is_dir() else dumps.parent.glob(f"{dumps.name}*"):
-        if number := re.search(r"\d+$", file.stem):
+        if (number := re.search(r"\d+$", file.stem)) and file.is_file():
+            if file.stat().st_size > _MOST_BYTES:
+                raise InputError(f"{file} has {file.stat().st_size} bytes, and a dump at most {_MOST_BYTES}")
             data = file.read_bytes()
             try:
                 dump = json.loads(data) if data[:1] == b"{" else Unpickler(data, ()).load()

@@ -57,6 +57,16 @@ def test_a_file_that_is_no_dump_is_refused(
     assert "is no dump of torch's flight recorder" in said.err and "run" not in said.out
 
 
+def test_what_is_read_has_a_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_fspo.lab.hang._MOST_BYTES", 10)
+    (tmp_path / "rank_1").mkdir()
+    (tmp_path / "rank_0").write_bytes(b" " * 11)
+    assert main(["status", "--hang", str(tmp_path)]) == 2
+    assert "rank_0 has 11 bytes, and a dump at most 10" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -1,4 +1,4 @@
-"""An export, and a weight update, hold an expert or two at a time, not all of a rank's or of the model's."""
+"""An export, and a weight update, hold some buckets of experts, not all of a rank's or of the model's."""
 
 from __future__ import annotations
 

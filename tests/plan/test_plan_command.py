@@ -238,6 +238,7 @@ def test_what_does_not_fit_and_what_would(capsys: pytest.CaptureFixture[str]) ->
         ("--assume flops=-1", "--assume flops=-1: must be"),
         ("--server-share 85", "--server-share 85: must be"),
         ("--servers 0", "--servers 0: must be"),
+        ("--trace every", "--trace 'every': must be"),
         ("--servers 8", "rollout.engine = embedded uses no servers"),
         ("--reserve 80", "must be less than --gpu-memory 80"),
         ("--parallel.tensr 2", "did you mean parallel.tensor"),

@@ -109,6 +109,25 @@ def test_pipeline_stages_export_every_tensor_once(tmp_path: Path, tied: bool) ->
     assert_bits(dict(exported), original)
 
 
+@pytest.mark.parametrize(("mapped", "opened"), [(2**30, 1), (-1, 5)])
+def test_a_file_is_opened_once_until_enough_of_it_is_mapped(
+    mapped: int, opened: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = save_model(tmp_path, tied=False)
+    reader, real_open, count = HFReader(tmp_path), hf_reader.safe_open, 0
+
+    def counting(*args, **kwargs):
+        nonlocal count
+        count += 1
+        return real_open(*args, **kwargs)
+
+    monkeypatch.setattr(hf_reader, "BLOCK_BYTES", mapped)
+    monkeypatch.setattr(hf_reader, "safe_open", counting)
+    for name in sorted(original)[:5]:
+        assert torch.equal(reader.read(name), original[name])
+    assert count == opened
+
+
 def test_a_rank_reads_only_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     real_open = hf_reader.safe_open
