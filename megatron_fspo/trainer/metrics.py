@@ -124,6 +124,7 @@ def router_metrics(
         sampler; NaN if nothing was compared. If the sampler's routes are replayed,
         ``rollout/route_fallback``: share of responses without routes; warns if there are many.
     """
+    report = report[report[:, : -len(REPORT)].any(1)]  # without layers that have an MLP
     load = report[:, : -len(REPORT)]
     tokens, entropy, aux_loss, z_loss, flips, compared = report[:, -len(REPORT) :].sum(0)
     over = load.amax(1) / load.mean(1)

@@ -9,8 +9,8 @@ from megatron_fspo.weights.architecture import (
     Architecture,
     Experts,
     check_tensor_parallel,
-    read_architecture,
 )
+from megatron_fspo.weights.hf_config import read_architecture
 from megatron_fspo.weights.hf_reader import HFReader
 from megatron_fspo.weights.hf_writer import write_hf_checkpoint
 from megatron_fspo.weights.load import (
@@ -33,17 +33,14 @@ from megatron_fspo.weights.megatron_reader import MegatronReader
 from megatron_fspo.weights.megatron_writer import write_megatron_checkpoint
 from megatron_fspo.weights.peft import read_adapters, write_adapters
 from megatron_fspo.weights.reader import Reader, row_blocks, size_in_bytes, stream
-from megatron_fspo.weights.table import (
+from megatron_fspo.weights.row import (
     Row,
-    adapter_shapes,
-    expected_hf_shapes,
     from_megatron_shards,
-    has_parameter,
-    resolve,
     shard_shape,
     shard_slices,
     to_megatron_shard,
 )
+from megatron_fspo.weights.table import adapter_shapes, expected_hf_shapes, has_parameter, resolve
 
 __all__ = [
     "Adapters", "Architecture", "Difference", "Experts", "HFReader", "Manifest", "MegatronReader", "Reader",

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.weights.architecture import read_architecture
+from megatron_fspo.weights.hf_config import read_architecture
 from megatron_fspo.weights.reader import BLOCK_BYTES, Slices
 
 SINGLE = "model.safetensors"

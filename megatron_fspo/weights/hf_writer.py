@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.weights.architecture import read_architecture
 from megatron_fspo.weights.folder import copy_side_files, new_checkpoint
+from megatron_fspo.weights.hf_config import read_architecture
 from megatron_fspo.weights.hf_reader import INDEX, SINGLE
 from megatron_fspo.weights.load import open_checkpoint
 from megatron_fspo.weights.manifest import Manifest, TensorRecord, check_record

@@ -18,16 +18,9 @@ from megatron_fspo.weights.architecture import Architecture, check_tensor_parall
 from megatron_fspo.weights.hf_reader import HFReader
 from megatron_fspo.weights.megatron_reader import MegatronReader, data_folder
 from megatron_fspo.weights.reader import Reader, Slices, check_finite, row_blocks
+from megatron_fspo.weights.row import from_megatron_shards, shard_shape, shard_slices, to_megatron_shard
 from megatron_fspo.weights.safe_pickle import METADATA
-from megatron_fspo.weights.table import (
-    expected_hf_shapes,
-    from_megatron_shards,
-    resolve,
-    shard_shape,
-    shard_slices,
-    tied_copies,
-    to_megatron_shard,
-)
+from megatron_fspo.weights.table import expected_hf_shapes, is_unused, resolve, tied_copies
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +43,8 @@ def check_checkpoint(reader: Reader, arch: Architecture) -> None:
         others = f" (and {len(missing) - 1} others)" if len(missing) > 1 else ""
         raise InputError(f"{reader.folder} has no tensor {min(missing)}{others}, which config.json requires")
     expected |= {copy: expected[original] for copy, original in copies.items()}
-    for name in sorted(reader.names()):
+    unused = {name for name in reader.names() if is_unused(name, arch)}
+    for name in sorted(reader.names() - unused):
         file = reader.file(name)
         if name not in expected:
             raise InputError(f"{file} has {name}, which is not in the {arch.model_type} model of config.json")
@@ -140,5 +134,4 @@ def iterate_hf_tensors(
             continue
         shards = gather(parameter.detach())
         if shards is not None:
-            for tensor, value in zip(row.hf, from_megatron_shards(row, shards, arch), strict=True):
-                yield tensor.name, value
+            yield from zip(row.files(arch), from_megatron_shards(row, shards, arch), strict=True)

@@ -20,8 +20,9 @@ from megatron_fspo.weights.architecture import Architecture
 from megatron_fspo.weights.chunks import Box, ChunkReader
 from megatron_fspo.weights.manifest import read_manifest
 from megatron_fspo.weights.reader import Slices
+from megatron_fspo.weights.row import Row, from_megatron_shards, shard_shape
 from megatron_fspo.weights.safe_pickle import METADATA
-from megatron_fspo.weights.table import Row, from_megatron_shards, shard_shape, whole_model
+from megatron_fspo.weights.table import whole_model
 
 SUBFOLDER = "torch_dist"
 _NOT_WEIGHTS = re.compile(r"(.*\.)?(optimizer|rng_state|rerun_state_machine_state|opt_param_scheduler)\b.*")
@@ -72,22 +73,21 @@ class MegatronReader:
 
     def _find_sources(self) -> Iterable[tuple[str, _Source]]:
         for row, layer, expert in whole_model(self.arch):
-            experts = [(expert, self.arch.num_experts)] if row.in_expert else []
-            layers = [(layer, self.arch.num_layers)] if row.in_layer else []
-            # Heterogeneous layers are saved separately, each under its number.
+            key, at, sizes = row.stored(self.arch, layer, expert)
+            # Megatron may save the layers of any model separately, each under its number.
             alone = row.key.replace("decoder.layers.", f"decoder.layers.{layer}.", 1)
-            key, leading = (alone, experts) if alone in self._reader else (row.key, layers + experts)
+            if key != alone and alone in self._reader:
+                key, at, sizes = alone, at[row.in_layer :], sizes[row.in_layer :]
             if key not in self._reader:
                 raise InputError(f"{self._index} has no {key}; config.json requires it")
             shape = self._reader.shape(key)
-            part = shard_shape(row, self.arch, 1, self.arch.vocab_size)
-            expected = (*(size for _, size in leading), *part)
+            expected = (*sizes, *shard_shape(row, self.arch, 1, self.arch.vocab_size))
             # Megatron may pad the vocabulary.
             longer = row.layout == "vocab" and shape and shape[0] > expected[0]
             if shape != (shape[:1] + expected[1:] if longer else expected):
                 raise InputError(f"{self._index}: {key} is {shape}; config.json requires {expected}")
-            for index, tensor in enumerate(row.at(layer, expert).hf):
-                yield tensor.name, _Source(row, index, key, tuple(at for at, _ in leading))
+            for index, name in enumerate(row.at(layer, expert).files(self.arch)):
+                yield name, _Source(row, index, key, at)
 
     def names(self) -> set[str]:
         return set(self._sources)
@@ -104,7 +104,7 @@ class MegatronReader:
 
     def shape(self, name: str) -> tuple[int, ...]:
         source = self._source(name)
-        return source.row.hf[source.index].shape(self.arch)
+        return [*source.row.files(self.arch).values()][source.index]
 
     def dtype(self, name: str) -> torch.dtype:
         if name in self._recorded:

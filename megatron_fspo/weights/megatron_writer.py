@@ -19,7 +19,8 @@ from megatron_fspo.weights.load import check_checkpoint, check_tied_copies
 from megatron_fspo.weights.manifest import Manifest, TensorRecord, check_record, hashed_blocks, read_manifest
 from megatron_fspo.weights.megatron_reader import SUBFOLDER
 from megatron_fspo.weights.reader import Reader, check_finite, size_in_bytes
-from megatron_fspo.weights.table import Row, expected_hf_shapes, shard_shape, to_megatron_shard, whole_model
+from megatron_fspo.weights.row import Row, shard_shape, shard_slices, to_megatron_shard
+from megatron_fspo.weights.table import expected_hf_shapes, whole_model
 
 
 def write_megatron_checkpoint(
@@ -62,10 +63,9 @@ def write_megatron_checkpoint(
             for key, dtype, shape in _global_tensors(reader, arch, model):
                 writer.declare(key, dtype, shape)
             for row, layer, expert in model:
-                leading = _leading(row, layer, expert)
+                key, leading, _ = row.stored(arch, layer, expert)
                 for first, values in _chunks(row.at(layer, expert), blocks, arch):
-                    offsets = (*leading, first, *(0 for _ in values.shape[1:]))
-                    writer.add(row.key, offsets, values)
+                    writer.add(key, (*leading, first, *(0 for _ in values.shape[1:])), values)
             _add_extra_states(writer, arch, model)
             writer.close()
         write_index(data, writer.index)
@@ -74,22 +74,17 @@ def write_megatron_checkpoint(
     return manifest
 
 
-def _leading(row: Row, layer: int, expert: int) -> tuple[int, ...]:
-    """Return the parameter's indices in the dimensions of layers and experts, if it has them."""
-    return (layer,) * row.in_layer + (expert,) * row.in_expert
-
-
 def _global_tensors(
     reader: Reader, arch: Architecture, model: list[tuple[Row, int, int]]
 ) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
     dtypes: dict[str, torch.dtype] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for row, layer, expert in model:
-        for tensor in row.at(layer, expert).hf:
-            dtype = reader.dtype(tensor.name)
-            dtypes[row.key] = torch.promote_types(dtypes.get(row.key, dtype), dtype)
-        leading = _leading(row, arch.num_layers, arch.num_experts)
-        shapes[row.key] = (*leading, *shard_shape(row, arch, 1, arch.vocab_size))
+        key, _, leading = row.stored(arch, layer, expert)
+        for name in row.at(layer, expert).files(arch):
+            dtype = reader.dtype(name)
+            dtypes[key] = torch.promote_types(dtypes.get(key, dtype), dtype)
+        shapes[key] = (*leading, *shard_shape(row, arch, 1, arch.vocab_size))
     for key, shape in shapes.items():
         yield key, dtypes[key], shape
 
@@ -99,12 +94,14 @@ def _chunks(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield first row and values of each chunk of a parameter."""
     if row.layout == "qkv":
-        parts = [torch.cat(list(blocks(tensor.name))) for tensor in row.hf]
+        whole = {name: torch.cat(list(blocks(name))) for name in row.files(arch)}
+        slices = shard_slices(row, arch, 0, 1, arch.vocab_size)
+        parts = [whole[tensor.name][part] for tensor, part in zip(row.hf, slices, strict=True)]
         yield 0, to_megatron_shard(row, parts, arch, shard_shape(row, arch, 1, arch.vocab_size))
         return
     first = 0
-    for tensor in row.hf:  # up is below gate
-        for block in blocks(tensor.name):
+    for name in row.files(arch):  # up is below gate
+        for block in blocks(name):
             yield first, block
             first += block.shape[0]
 
@@ -112,10 +109,10 @@ def _chunks(
 def _add_extra_states(writer: ChunkWriter, arch: Architecture, model: list[tuple[Row, int, int]]) -> None:
     """Add empty extra states (FP8 scales), which Transformer Engine's layers require when they load."""
     for row, layer, expert in model:
-        offsets, whole = _leading(row, layer, expert), _leading(row, arch.num_layers, arch.num_experts)
+        key, offsets, whole = row.stored(arch, layer, expert)
         where = ".".join(map(str, offsets or (0,))) + "_" + ".".join(map(str, whole or (1,)))
-        modules = [row.key.rpartition(".")[0]]
+        modules = [key.rpartition(".")[0]]
         if row.layout == "qkv":
-            modules.append(row.key.replace("linear_qkv.weight", "core_attention"))
+            modules.append(key.replace("linear_qkv.weight", "core_attention"))
         for module in modules:
             writer.add_object(f"{module}._extra_state/shard_{where}", [None])

@@ -1,91 +1,22 @@
-"""One table per architecture, which maps Hugging Face tensors to Megatron parameters in both directions.
-
-A row is all that the conversion knows about a parameter. Its Megatron side lists every name of the parameter:
-the local layer specification has separate norms, Transformer Engine's fuses them into the next linear layer.
-
-Layouts, with tp the tensor-parallel size:
-
-========== ==================================================================================================
-replicated the same on every rank
-row        dimension 1 in tp equal parts
-column     dimension 0 in tp equal parts
-qkv        query groups in tp equal parts; in each group the query heads, the key head, the value head
-gate_up    on each rank: its part of gate, then its part of up
-vocab      dimension 0 in tp equal parts, after padding with zero rows to Megatron's vocabulary
-========== ==================================================================================================
-
-:func:`shard_slices` returns the part of each Hugging Face tensor that a rank reads. :func:`to_megatron_shard`
-combines these parts, and :func:`from_megatron_shards` inverts both over all ranks.
-"""
+"""One table per architecture, which maps Hugging Face tensors to Megatron parameters in both directions."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.weights.architecture import Architecture, check_tensor_parallel
-from megatron_fspo.weights.reader import Slices
-
-ShardLayout = Literal["replicated", "row", "column", "qkv", "gate_up", "vocab"]
-Size = Literal[
-    "vocab_size", "hidden_size", "q_size", "kv_size", "head_dim", "ffn_size", "num_experts",
-    "expert_ffn_size", "lora_rank",
-]  # fmt: skip
+from megatron_fspo.errors import InputError
+from megatron_fspo.weights.architecture import Architecture
+from megatron_fspo.weights.row import HFTensor, Row, ShardLayout, Size
 
 
-@dataclass(frozen=True)
-class HFTensor:
-    """A tensor of the Hugging Face checkpoint; ``sizes`` are names of :class:`Architecture` attributes."""
-
-    name: str
-    sizes: tuple[Size, ...]
-
-    def shape(self, arch: Architecture) -> tuple[int, ...]:
-        return tuple(getattr(arch, size) for size in self.sizes)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One Megatron parameter. :func:`resolve` replaces ``{layer}`` and ``{expert}`` in the tables' names."""
-
-    layout: ShardLayout
-    megatron: tuple[str, ...]
-    """All names of the parameter; a resolved row has only the requested one."""
-    hf: tuple[HFTensor, ...]
-    """The tensors that form it, in the layout's order."""
-    key: str
-    """Its name in a Megatron distributed checkpoint, where all layers (and experts) are one tensor."""
-    copy: bool = False
-    """It duplicates another row's parameter: it is loaded but never exported."""
-
-    @property
-    def in_layer(self) -> bool:
-        return "{layer}" in self.megatron[0]
-
-    @property
-    def in_expert(self) -> bool:
-        """Experts are distributed by expert parallelism, and not split by tensor parallelism."""
-        return ".experts." in self.key
-
-    def at(self, layer: int, expert: int = 0) -> Row:
-        """Return the row of one layer and expert, numbered over the whole model."""
-        hf = tuple(replace(t, name=t.name.format(layer=layer, expert=expert)) for t in self.hf)
-        return replace(self, hf=hf)
-
-
-def _row(
-    layout: ShardLayout, megatron: str, *hf: HFTensor, key: str | None = None, copy: bool = False
-) -> Row:
+def _row(layout: ShardLayout, megatron: str, *hf: HFTensor, key: str = "", **options: Any) -> Row:
     """``key`` defaults to the last name, Transformer Engine's, without the layer number."""
     names = tuple(megatron.split(" | "))
-    return Row(layout, names, hf, key or names[-1].replace("{layer}.", ""), copy)
+    return Row(layout, names, hf, key or names[-1].replace("{layer}.", ""), **options)
 
 
 def _hf(name: str, *sizes: Size) -> HFTensor:
@@ -99,60 +30,85 @@ _H = "model.layers.{layer}."
 _EMBED = _hf("model.embed_tokens.weight", "vocab_size", "hidden_size")
 _HEAD = _hf("lm_head.weight", "vocab_size", "hidden_size")
 
-_COMMON = (
+_ENDS = (
     _row("vocab", "embedding.word_embeddings.weight", _EMBED),
-    _row("replicated", f"{_M}input_layernorm.weight | {_M}self_attention.linear_qkv.layer_norm_weight",
-         _hf(f"{_H}input_layernorm.weight", "hidden_size")),
-    _row("qkv", f"{_M}self_attention.linear_qkv.weight",
-         _hf(f"{_H}self_attn.q_proj.weight", "q_size", "hidden_size"),
-         _hf(f"{_H}self_attn.k_proj.weight", "kv_size", "hidden_size"),
-         _hf(f"{_H}self_attn.v_proj.weight", "kv_size", "hidden_size")),
     _row("replicated", "decoder.final_layernorm.weight", _hf("model.norm.weight", "hidden_size")),
 )
-_QKV_BIAS = (
-    _row("qkv", f"{_M}self_attention.linear_qkv.bias",
-         _hf(f"{_H}self_attn.q_proj.bias", "q_size"),
-         _hf(f"{_H}self_attn.k_proj.bias", "kv_size"),
-         _hf(f"{_H}self_attn.v_proj.bias", "kv_size")),
-)
-_QK_NORM = (
-    _row("replicated", f"{_M}self_attention.q_layernorm.weight",
-         _hf(f"{_H}self_attn.q_norm.weight", "head_dim")),
-    _row("replicated", f"{_M}self_attention.k_layernorm.weight",
-         _hf(f"{_H}self_attn.k_norm.weight", "head_dim")),
-)
-_OUT = (
-    _row("row", f"{_M}self_attention.linear_proj.weight",
-         _hf(f"{_H}self_attn.o_proj.weight", "hidden_size", "q_size")),
-)
-_MLP = (
-    _row("replicated", f"{_M}pre_mlp_layernorm.weight | {_M}mlp.linear_fc1.layer_norm_weight",
-         _hf(f"{_H}post_attention_layernorm.weight", "hidden_size")),
-    _row("gate_up", f"{_M}mlp.linear_fc1.weight",
-         _hf(f"{_H}mlp.gate_proj.weight", "ffn_size", "hidden_size"),
-         _hf(f"{_H}mlp.up_proj.weight", "ffn_size", "hidden_size")),
-    _row("row", f"{_M}mlp.linear_fc2.weight", _hf(f"{_H}mlp.down_proj.weight", "hidden_size", "ffn_size")),
-)
 
 
-def _moe(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+def _before(linear: str, norm: str = "input_layernorm") -> Row:
+    """The norm before attention, whose first product is ``linear``."""
+    return _row("replicated", f"{_M}input_layernorm.weight | {_M}self_attention.{linear}.layer_norm_weight",
+                _hf(f"{_H}{norm}.weight", "hidden_size"))
+
+
+def _qkv(kind: str, *inputs: Size, fused: bool = False, **options: Any) -> Row:
+    """Projections of query, key and value: three tensors, or one."""
+    q, k, v = ["qkv_proj"] * 3 if fused else ["q_proj", "k_proj", "v_proj"]
+    return _row("qkv", f"{_M}self_attention.linear_qkv.{kind}",
+                _hf(f"{_H}self_attn.{q}.{kind}", "q_size", *inputs),
+                _hf(f"{_H}self_attn.{k}.{kind}", "kv_size", *inputs),
+                _hf(f"{_H}self_attn.{v}.{kind}", "kv_size", *inputs), **options)
+
+
+_OUT = _row("row", f"{_M}self_attention.linear_proj.weight",
+            _hf(f"{_H}self_attn.o_proj.weight", "hidden_size", "value_size"))
+_BIAS = _qkv("bias", when=lambda arch: arch.qkv_bias)
+_QK_NORM = tuple(
+    _row("replicated", f"{_M}self_attention.{one}_layernorm.weight",
+         _hf(f"{_H}self_attn.{one}_norm.weight", "head_dim"), when=lambda arch: arch.qk_norm)
+    for one in "qk"
+)
+_ATTENTION = (*_ENDS, _before("linear_qkv"), _qkv("weight", "hidden_size"), _BIAS, *_QK_NORM, _OUT)
+_ATTENTION_FUSED = (*_ENDS, _before("linear_qkv"), _qkv("weight", "hidden_size", fused=True), _OUT)
+
+
+def _gate_up(megatron: str, hf: str, size: Size, names: tuple[str, ...], **options: Any) -> tuple[Row, Row]:
+    """The matrices of one MLP. In ``megatron``, # stands for fc1 and fc2; ``names`` are those of gate, up and
+    down, where gate and up may be one tensor."""
+    gate, up, down = names
+    key = options.pop("key", "")
+    return (
+        _row("gate_up", megatron.replace("#", "fc1"), _hf(f"{hf}.{gate}.weight", size, "hidden_size"),
+             _hf(f"{hf}.{up}.weight", size, "hidden_size"), key=key.replace("#", "fc1"), **options),
+        _row("row", megatron.replace("#", "fc2"), _hf(f"{hf}.{down}.weight", "hidden_size", size),
+             key=key.replace("#", "fc2"), **options),
+    )
+
+
+_NAMES = ("gate_proj", "up_proj", "down_proj")
+_FUSED = ("gate_up_proj", "gate_up_proj", "down_proj")
+
+
+def _mlp(names: tuple[str, ...] = _NAMES) -> tuple[Row, ...]:
+    return (
+        _row("replicated", f"{_M}pre_mlp_layernorm.weight | {_M}mlp.linear_fc1.layer_norm_weight",
+             _hf(f"{_H}post_attention_layernorm.weight", "hidden_size"), layers="dense"),
+        *_gate_up(f"{_M}mlp.linear_#.weight", f"{_H}mlp", "ffn_size", names, layers="dense"),
+    )
+
+
+def _moe(block: str, names: tuple[str, ...] = _NAMES) -> tuple[Row, ...]:
     """Experts as separate modules (local specification) or one grouped product (Transformer Engine)."""
-    one = f"{_H}{block}.experts.{{expert}}"
     return (
         _row("replicated", f"{_M}pre_mlp_layernorm.weight",
-             _hf(f"{_H}post_attention_layernorm.weight", "hidden_size")),
+             _hf(f"{_H}post_attention_layernorm.weight", "hidden_size"), layers="experts"),
         _row("replicated", f"{_M}mlp.router.weight",
-             _hf(f"{_H}{block}.gate.weight", "num_experts", "hidden_size")),
-        _row("gate_up", f"{_M}mlp.experts.local_experts.{{expert}}.linear_fc1.weight"
-             f" | {_M}mlp.experts.linear_fc1.weight{{expert}}",
-             _hf(f"{one}.{gate}.weight", "expert_ffn_size", "hidden_size"),
-             _hf(f"{one}.{up}.weight", "expert_ffn_size", "hidden_size"),
-             key="decoder.layers.mlp.experts.experts.linear_fc1.weight"),
-        _row("row", f"{_M}mlp.experts.local_experts.{{expert}}.linear_fc2.weight"
-             f" | {_M}mlp.experts.linear_fc2.weight{{expert}}",
-             _hf(f"{one}.{down}.weight", "hidden_size", "expert_ffn_size"),
-             key="decoder.layers.mlp.experts.experts.linear_fc2.weight"),
+             _hf(f"{_H}{block}.gate.weight", "num_experts", "hidden_size"), layers="experts"),
+        _row("replicated", f"{_M}mlp.router.expert_bias",
+             _hf(f"{_H}{block}.gate.e_score_correction_bias", "num_experts"), layers="experts",
+             when=lambda arch: arch.experts.sigmoid),
+        *_gate_up(f"{_M}mlp.experts.local_experts.{{expert}}.linear_#.weight"
+                  f" | {_M}mlp.experts.linear_#.weight{{expert}}",
+                  f"{_H}{block}.experts.{{expert}}", "expert_ffn_size", names, layers="experts",
+                  key="decoder.layers.mlp.experts.experts.linear_#.weight"),
     )
+
+
+def _shared(hf: str) -> tuple[Row, ...]:
+    """The expert that every token uses."""
+    return _gate_up(f"{_M}mlp.shared_experts.linear_#.weight", f"{_H}mlp.{hf}", "shared_ffn_size", _NAMES,
+                    layers="experts", when=lambda arch: arch.shared_ffn_size)
 
 
 def _adapter(linear: str, target: str, hf: str, outputs: Size, inputs: Size) -> tuple[Row, Row]:
@@ -169,7 +125,7 @@ _ADAPTERS = {
     "q": _adapter("self_attention.linear_qkv", "q", "self_attn.q_proj", "q_size", "hidden_size"),
     "k": _adapter("self_attention.linear_qkv", "k", "self_attn.k_proj", "kv_size", "hidden_size"),
     "v": _adapter("self_attention.linear_qkv", "v", "self_attn.v_proj", "kv_size", "hidden_size"),
-    "o": _adapter("self_attention.linear_proj", "o", "self_attn.o_proj", "hidden_size", "q_size"),
+    "o": _adapter("self_attention.linear_proj", "o", "self_attn.o_proj", "hidden_size", "value_size"),
     "gate": _adapter("mlp.linear_fc1", "gate", "mlp.gate_proj", "ffn_size", "hidden_size"),
     "up": _adapter("mlp.linear_fc1", "up", "mlp.up_proj", "ffn_size", "hidden_size"),
     "down": _adapter("mlp.linear_fc2", "down", "mlp.down_proj", "hidden_size", "ffn_size"),
@@ -178,22 +134,35 @@ TARGETS = tuple(_ADAPTERS)
 _UNTIED_OUTPUT = _row("vocab", "output_layer.weight", _HEAD)
 # Megatron keeps a copy of a tied embedding on the last of several pipeline stages.
 _TIED_OUTPUT = _row("vocab", "output_layer.weight", _EMBED, key="embedding.word_embeddings.weight", copy=True)
-# fmt: on
 
 TABLES: Mapping[str, tuple[Row, ...]] = MappingProxyType(
     {
-        "llama": (*_COMMON, *_OUT, *_MLP),
-        "qwen2": (*_COMMON, *_QKV_BIAS, *_OUT, *_MLP),
-        "qwen3": (*_COMMON, *_QK_NORM, *_OUT, *_MLP),
-        "qwen3_moe": (*_COMMON, *_QK_NORM, *_OUT, *_moe("mlp", "gate_proj", "up_proj", "down_proj")),
-        "mixtral": (*_COMMON, *_OUT, *_moe("block_sparse_moe", "w1", "w3", "w2")),
+        **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "granite"), (*_ATTENTION, *_mlp())),
+        "phi3": (*_ATTENTION_FUSED, *_mlp(_FUSED)),
+        "glm4": (
+            *_ATTENTION, *_mlp(_FUSED),
+            _row("replicated", f"{_M}self_attn_bda.norm.weight",
+                 _hf(f"{_H}post_self_attn_layernorm.weight", "hidden_size")),
+            _row("replicated", f"{_M}mlp_bda.norm.weight",
+                 _hf(f"{_H}post_mlp_layernorm.weight", "hidden_size")),
+        ),
+        "qwen3_moe": (*_ATTENTION, *_moe("mlp")),
+        "mixtral": (*_ATTENTION, *_moe("block_sparse_moe", ("w1", "w3", "w2"))),
+        "qwen2_moe": (
+            *_ATTENTION, *_moe("mlp"), *_shared("shared_expert"),
+            _row("replicated", f"{_M}mlp.shared_experts.gate_weight",
+                 _hf(f"{_H}mlp.shared_expert_gate.weight", "one", "hidden_size")),
+        ),
+        "glm4_moe": (*_ATTENTION, *_mlp(), *_moe("mlp"), *_shared("shared_experts")),
     }
 )
+# fmt: on
 
 
 def rows(arch: Architecture) -> tuple[Row, ...]:
     """Return the architecture's table with its output layer."""
-    return (*TABLES[arch.model_type], _TIED_OUTPUT if arch.tied else _UNTIED_OUTPUT)
+    table = (row for row in TABLES[arch.model_type] if row.when(arch))
+    return (*table, _TIED_OUTPUT if arch.tied else _UNTIED_OUTPUT)
 
 
 def adapter_rows(arch: Architecture) -> tuple[Row, ...]:
@@ -234,6 +203,8 @@ def resolve(megatron_name: str, arch: Architecture, layer_offset: int = 0, exper
             expert = int(numbers["expert"]) + expert_offset if "expert" in numbers else 0
             if not 0 <= layer < arch.num_layers:
                 raise InputError(f"{megatron_name}: layer {layer}; the model has {arch.num_layers} layers")
+            if not row.is_in(arch, layer):
+                continue
             if "expert" in numbers and not 0 <= expert < arch.num_experts:
                 raise InputError(f"{megatron_name}: expert {expert}; a layer has {arch.num_experts}")
             return replace(row.at(layer, expert), megatron=(megatron_name,))
@@ -243,9 +214,9 @@ def resolve(megatron_name: str, arch: Architecture, layer_offset: int = 0, exper
 def expected_hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Name → shape of every tensor in a checkpoint of this architecture, layer by layer."""
     return {
-        tensor.name: tensor.shape(arch)
+        name: shape
         for row, layer, expert in whole_model(arch)
-        for tensor in row.at(layer, expert).hf
+        for name, shape in row.at(layer, expert).files(arch).items()
     }
 
 
@@ -256,104 +227,19 @@ def whole_model(arch: Architecture) -> Iterator[tuple[Row, int, int]]:
     yield embedding, 0, 0
     for layer in range(arch.num_layers):
         for row in table:
-            if row.in_layer:
+            if row.in_layer and row.is_in(arch, layer):
                 for expert in range(arch.num_experts if row.in_expert else 1):
                     yield row, layer, expert
     for row in others:
         yield row, 0, 0
 
 
+def is_unused(name: str, arch: Architecture) -> bool:
+    """Return True if a tensor of the files belongs to a layer that predicts further tokens (MTP)."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return layer is not None and 0 <= int(layer[1]) - arch.num_layers < arch.unused_layers
+
+
 def tied_copies(arch: Architecture) -> dict[str, str]:
     """Duplicates that a tied checkpoint may contain (Qwen3-0.6B does) → the tensor that they must equal."""
     return {_HEAD.name: _EMBED.name} if arch.tied else {}
-
-
-def shard_shape(row: Row, arch: Architecture, tp_size: int, padded_vocab: int) -> tuple[int, ...]:
-    """Return the shape of the Megatron parameter on one rank."""
-    first, *others = [tensor.shape(arch) for tensor in row.hf]
-    match row.layout:
-        case "replicated":
-            return first
-        case "row":
-            return (first[0], first[1] // tp_size)
-        case "column":
-            return (first[0] // tp_size, *first[1:])
-        case "vocab":
-            return (padded_vocab // tp_size, *first[1:])
-        case "qkv" | "gate_up":
-            rows = first[0] + sum(shape[0] for shape in others)
-            return (rows // tp_size, *first[1:])
-
-
-def shard_slices(row: Row, arch: Architecture, tp_rank: int, tp_size: int, padded_vocab: int) -> list[Slices]:
-    """Return the part of each Hugging Face tensor of ``row`` that one rank holds.
-
-    Heads of a query group are adjacent in ``q_proj``, so a range of query groups is a range of rows.
-    """
-    check_tensor_parallel(arch, tp_size, padded_vocab)
-    parts = []
-    for tensor in row.hf:
-        shape = tensor.shape(arch)
-        part = [slice(0, size) for size in shape]
-        if row.layout != "replicated":
-            dim = 1 if row.layout == "row" else 0
-            step = (padded_vocab if row.layout == "vocab" else shape[dim]) // tp_size
-            # Padding of the vocabulary is not read.
-            part[dim] = slice(min(tp_rank * step, shape[dim]), min((tp_rank + 1) * step, shape[dim]))
-        parts.append(tuple(part))
-    return parts
-
-
-def to_megatron_shard(
-    row: Row, parts: Sequence[Tensor], arch: Architecture, shape: tuple[int, ...]
-) -> Tensor:
-    """Combine the parts that :func:`shard_slices` selects into one rank's parameter of the given shape."""
-    match row.layout:
-        case "replicated" | "row" | "column":
-            (shard,) = parts
-        case "gate_up":
-            shard = torch.cat(list(parts))
-        case "qkv":
-            groups = parts[1].shape[0] // arch.head_dim
-            shard = torch.cat([part.view(groups, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
-        case "vocab":
-            (part,) = parts
-            shard = part
-            if padding := shape[0] - part.shape[0]:
-                shard = torch.cat([part, part.new_zeros(padding, *shape[1:])])
-    if tuple(shard.shape) != shape:
-        raise InputError(f"{row.megatron[0]}: the parts form {tuple(shard.shape)}; the shard must be {shape}")
-    return shard
-
-
-def from_megatron_shards(row: Row, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
-    """Convert the shards of all tensor-parallel ranks, in rank order, to the tensors of ``row``."""
-    tp_size = len(shards)
-    vocab_rows = shards[0].shape[0] if row.layout == "vocab" else arch.vocab_size  # unused otherwise
-    padded_vocab = tp_size * vocab_rows
-    check_tensor_parallel(arch, tp_size, padded_vocab)
-    expected = shard_shape(row, arch, tp_size, padded_vocab)
-    for rank, shard in enumerate(shards):
-        if tuple(shard.shape) != expected:
-            got = f"shape {tuple(shard.shape)} on tensor-parallel rank {rank} of {tp_size}"
-            raise InputError(f"{row.megatron[0]}: {got}; config.json requires {expected}")
-    match row.layout:
-        case "replicated":
-            # If replicas differ, gradients were not reduced, and none of them is the model.
-            first, *others = (shard.contiguous().view(torch.uint8) for shard in shards)
-            for rank, other in enumerate(others, 1):
-                if not torch.equal(first, other):
-                    name = row.megatron[0]
-                    raise TrainingError(f"{name} differs between tensor-parallel ranks 0 and {rank}")
-            return [shards[0]]
-        case "row" | "column":
-            return [torch.cat(list(shards), dim=1 if row.layout == "row" else 0)]
-        case "vocab":
-            return [torch.cat(list(shards))[: arch.vocab_size]]
-        case "gate_up":
-            halves = [shard.chunk(2) for shard in shards]
-            return [torch.cat(half) for half in zip(*halves, strict=True)]
-        case "qkv":
-            group = [arch.q_size // arch.num_kv_heads, arch.head_dim, arch.head_dim]
-            groups = torch.cat([shard.view(-1, sum(group), *shard.shape[1:]) for shard in shards])
-            return [part.flatten(0, 1) for part in torch.split(groups, group, dim=1)]

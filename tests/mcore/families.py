@@ -12,8 +12,8 @@ from backend import ENGINE, fitting, supported
 from megatron_fspo.config import Parallel
 
 VOCAB = 1237  # a prime: every tensor-parallel size pads
-DENSE = ("llama", "qwen2", "qwen3")
-EXPERTS = ("moe_normalised", "moe_raw", "mixtral")
+DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "granite", "glm4")
+EXPERTS = ("moe_normalised", "moe_raw", "mixtral", "qwen2_moe", "glm4_moe")
 FAMILIES = (*DENSE, *EXPERTS)
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -36,6 +36,16 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 _MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 16}
+_SIGMOID = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 0,
+}
 # Family → transformers' name of it, whether the head is the embedding, and sizes of its own.
 _OWN: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "llama": ("llama", False, {"head_dim": 16, "rope_parameters": _LLAMA3}),
@@ -44,6 +54,42 @@ _OWN: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "moe_normalised": ("qwen3_moe", False, {**_MOE, "norm_topk_prob": True}),
     "mixtral": ("mixtral", False, {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}),
     "moe_raw": ("qwen3_moe", True, {**_MOE, "norm_topk_prob": False}),
+    "mistral": ("mistral", False, {"head_dim": 16, "sliding_window": 40}),
+    "phi3": ("phi3", False, {"pad_token_id": 0, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}}),
+    "granite": (
+        "granite",
+        True,
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.25,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "glm4": (
+        "glm4",
+        False,
+        {
+            "head_dim": 16,
+            "pad_token_id": 0,
+            "attention_bias": True,
+            "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "qwen2_moe": ("qwen2_moe", False, {**_MOE, "shared_expert_intermediate_size": 48}),
+    "glm4_moe": (
+        "glm4_moe",
+        False,
+        {
+            **_SIGMOID,
+            "n_group": 1,
+            "topk_group": 1,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "head_dim": 16,
+            "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
+        },
+    ),
 }
 
 # World size → name → layout; `fits` says which families.
@@ -118,7 +164,8 @@ def write_checkpoint(family: str, folder: Path) -> None:
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(len(family))
     with torch.no_grad():
-        for parameter in model.parameters():
+        biases = [buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
+        for parameter in (*model.parameters(), *biases):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
             if parameter.dim() == 1:
                 parameter.add_(1.0)

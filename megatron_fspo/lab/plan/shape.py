@@ -15,7 +15,8 @@ import torch
 from megatron_fspo.config import Parallel
 from megatron_fspo.mcore.machine.sizes import padded_vocab_size
 from megatron_fspo.weights import Architecture, shard_shape
-from megatron_fspo.weights.table import Row, adapter_rows, rows
+from megatron_fspo.weights.row import Row
+from megatron_fspo.weights.table import adapter_rows, rows
 
 Layers = Literal["local", "transformer_engine"]
 

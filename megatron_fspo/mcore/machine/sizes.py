@@ -39,7 +39,14 @@ def check_parallel(arch: Architecture, parallel: Parallel) -> None:
         problems.append(
             f"parallel.tensor = {parallel.tensor} with a mixture of experts needs parallel.sequence = true"
         )
-    if arch.experts is not None and arch.experts.per_token == 1 and arch.experts.normalize_top_k:
+    last_chunk = (chunks - parallel.pipeline + 1) * arch.num_layers // chunks
+    if arch.experts is not None and last_chunk <= arch.dense_layers:
+        problems.append(
+            f"parallel.pipeline = {parallel.pipeline}: the first stage would have none of the layers with "
+            f"experts, which begin at {arch.dense_layers}"
+        )
+    sigmoid = arch.experts is not None and arch.experts.sigmoid
+    if arch.experts and arch.experts.per_token == 1 and arch.experts.normalize_top_k and not sigmoid:
         problems.append("Megatron has no router for num_experts_per_tok = 1 with norm_topk_prob = true")
     if problems:
         raise InputErrors(problems)

@@ -6,7 +6,7 @@ context parallelism).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -23,13 +23,16 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from megatron_fspo.mcore.machine.backend import Backend
 from megatron_fspo.mcore.model.packed_attention import packed_attention
 from megatron_fspo.packing.zigzag import gathered_positions, local_positions
+from megatron_fspo.weights import Architecture, has_parameter
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -47,7 +50,7 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
     Megatron's ``DotProductAttention`` supports neither packed inputs nor context parallelism, and stores all
     scores. Under context parallelism each rank gathers all keys and values (one all-gather in forward, one
     reduce-scatter in backward). Meant for CPU runs and as a reference: on GPUs, Transformer Engine's ring
-    attention saves memory. Not supported: dropout, sliding windows, unpacked inputs.
+    attention saves memory. Not supported: dropout, unpacked inputs.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
     ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
+        self._window = config.window_size and config.window_size[0] + 1
         assert pg_collection is not None
         self._cp = pg_collection.cp
 
@@ -84,7 +88,8 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
         if self._cp.size() > 1:
             return self._attend_zigzag(query, key, value, borders)
         prefixes = () if batch is None else batch.prefixes
-        return packed_attention(query, key, value, borders, prefixes, scale=self.softmax_scale).flatten(1)
+        how = {"scale": self.softmax_scale, "window": self._window}
+        return packed_attention(query, key, value, borders, prefixes, **how).flatten(1)
 
     def _attend_zigzag(self, query: Tensor, key: Tensor, value: Tensor, borders: list[int]) -> Tensor:
         """Attend with this rank's queries to the keys of all ranks, sequence by sequence. → [t, h·d]"""
@@ -98,7 +103,8 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
         parts = []
         rows = zip(_split(shares, query, mine), _split(lengths, key, value), pairwise(borders), strict=True)
         for (q, places), (k, v), (first, end) in rows:
-            seen = places[:, None] >= torch.arange(first, end, device=query.device)
+            ahead = places[:, None] - torch.arange(first, end, device=query.device)
+            seen = (ahead >= 0) & (ahead < (self._window or end))
             # Add a batch dimension: with three dimensions torch uses its slowest kernel.
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
             part = F.scaled_dot_product_attention(
@@ -122,29 +128,68 @@ def _zigzag(borders: tuple[int, ...], rank: int, size: int) -> tuple[Tensor, Ten
     return gathered_positions(whole, size), local_positions(whole, rank, size)
 
 
-def block_spec(backend: Backend, config: TransformerConfig, vp_stage: int | None = None) -> Any:
-    """Return Megatron's layer spec: of Transformer Engine's layers with our attention, or of Megatron's local
-    ones with our norm and attention. ``vp_stage`` is the virtual pipeline stage of the layers."""
-    both = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
+class ResidualAdd(torch.nn.Module):
+    """Adds what attention or MLP return to the residual stream: after a norm (GLM-4), or times a factor
+    (Granite). In the place of Megatron's ``get_bias_dropout_add``."""
+
+    def __init__(self, config: TransformerConfig, scale: float, normed: bool) -> None:
+        super().__init__()
+        self._scale = scale
+        self.norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon) if normed else None
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        return self._add
+
+    def _add(self, output_with_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
+        output, _ = output_with_bias
+        return residual + (output if self.norm is None else self.norm(output)) * self._scale
+
+
+def block_spec(
+    arch: Architecture, backend: Backend, config: TransformerConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """Return Megatron's specs of this rank's layers: of Transformer Engine's with our attention, or of
+    Megatron's local ones with our norm and attention. ``vp_stage`` is the virtual pipeline stage."""
+    first = get_transformer_layer_offset(config, vp_stage)
+    numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    experts = {number: config.num_moe_experts if number >= arch.dense_layers else None for number in numbers}
+    kinds = {count: _layer_spec(arch, backend, config, count) for count in {*experts.values()}}
+    norm: type[torch.nn.Module] = RMSNorm
+    if backend.layers == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        norm = TENorm
+    return TransformerBlockSubmodules(layer_specs=[kinds[experts[n]] for n in numbers], layer_norm=norm)
+
+
+def _layer_spec(
+    arch: Architecture, backend: Backend, config: TransformerConfig, num_experts: int | None
+) -> ModuleSpec:
+    both = {"num_experts": num_experts, "qk_layernorm": config.qk_layernorm}
     if backend.layers == "transformer_engine":
         from megatron_fspo.mcore.model.te_attention import SharingAttention
 
-        layer = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=config.moe_grouped_gemm, **both)
+        grouped = num_experts is not None and config.moe_grouped_gemm
+        layer = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=grouped, **both)
         layer.submodules.self_attention.submodules.core_attention = SharingAttention
-        return layer
-    layer = get_gpt_layer_local_spec(normalization=config.normalization, **both)
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    if config.num_moe_experts:
-        # Checkpoints name norms as in Transformer Engine, which fuses this one into an MLP but not into
-        # experts; the local spec renames it for both.
-        del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
-        # The router of megatron-core 0.16.1 reads this name even if it was never imported.
-        vars(moe_utils).setdefault("te_general_gemm", None)
-    attention = layer.submodules.self_attention.submodules
-    if config.qk_layernorm:
-        attention.q_layernorm = RMSNorm
-        attention.k_layernorm = RMSNorm
-    attention.core_attention = SDPACoreAttention
-    layers = [layer] * get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    else:
+        layer = get_gpt_layer_local_spec(normalization=config.normalization, **both)
+        layer.submodules.input_layernorm = RMSNorm
+        layer.submodules.pre_mlp_layernorm = RMSNorm
+        if num_experts:
+            # Checkpoints name norms as in Transformer Engine, which fuses this one into an MLP but not into
+            # experts; the local spec renames it for both.
+            del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+            # The router of megatron-core 0.16.1 reads this name even if it was never imported.
+            vars(moe_utils).setdefault("te_general_gemm", None)
+        attention = layer.submodules.self_attention.submodules
+        if config.qk_layernorm:
+            attention.q_layernorm = RMSNorm
+            attention.k_layernorm = RMSNorm
+        attention.core_attention = SDPACoreAttention
+    for place in ("self_attn_bda", "mlp_bda"):
+        normed = has_parameter(arch, f"{place}.norm.weight")
+        if normed or arch.residual_scale != 1:
+            how = {"config": config, "scale": arch.residual_scale, "normed": normed}
+            setattr(layer.submodules, place, ModuleSpec(module=ResidualAdd, params=how))
+    return layer

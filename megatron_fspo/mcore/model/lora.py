@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Module, ModuleDict, Parameter, ParameterDict
 
+from megatron_fspo.mcore.model.model import named_weights
 from megatron_fspo.weights import Adapters, Architecture
 
 LINEAR = {
@@ -190,7 +191,7 @@ def first_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 def merged_parameters(chunk: GPTModel, arch: Architecture) -> Iterator[tuple[str, Tensor]]:
     """Yield name and value of each base parameter with adapters merged: added in float32, rounded once."""
     modules = dict(chunk.named_modules()) if arch.adapters else {}
-    for name, parameter in chunk.named_parameters():
+    for name, parameter in named_weights(chunk):
         if is_adapter(name):
             continue
         path, _, kind = name.rpartition(".")

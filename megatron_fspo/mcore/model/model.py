@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,8 +50,11 @@ def transformer_config(
         kv_channels=arch.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=arch.rms_norm_eps,
-        qk_layernorm=has_parameter(arch, "self_attention.q_layernorm.weight"),
-        add_qkv_bias=has_parameter(arch, "self_attention.linear_qkv.bias"),
+        qk_layernorm=arch.qk_norm,
+        add_qkv_bias=arch.qkv_bias,
+        softmax_scale=arch.attention_scale,
+        window_size=None if arch.window is None else (arch.window - 1, 0),
+        rotary_interleaved=arch.rotary_interleaved,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -82,7 +85,7 @@ def transformer_config(
         calculate_per_token_loss=True,
         init_method=_unset,
         output_layer_init_method=_unset,
-        **_experts(arch, backend),
+        **_experts(arch, backend, dtype),
         **_precision(fp8),
         **backend.config_flags(),
     )
@@ -97,12 +100,18 @@ def _unset(weight: Tensor) -> None:
     torch.nn.init.constant_(weight, math.nan)
 
 
-def _experts(arch: Architecture, backend: Backend) -> dict[str, Any]:
+def _experts(arch: Architecture, backend: Backend, dtype: torch.dtype) -> dict[str, Any]:
     """Return the settings for router and experts; empty for a dense model."""
     if arch.experts is None:
         return {}
+    layers = range(arch.num_layers)
     return {
         "num_moe_experts": arch.experts.count,
+        "moe_layer_freq": 1 if arch.uniform else [int(layer >= arch.dense_layers) for layer in layers],
+        "moe_shared_expert_intermediate_size": arch.shared_ffn_size or None,
+        "moe_shared_expert_gate": has_parameter(arch, "mlp.shared_experts.gate_weight"),
+        # The sigmoid's logits have at least 32 bits, as in transformers.
+        "moe_router_dtype": ("fp64" if dtype == torch.float64 else "fp32") if arch.experts.sigmoid else None,
         "moe_ffn_hidden_size": arch.experts.ffn_size,
         "moe_router_topk": arch.experts.per_token,
         # transformers computes the softmax over all experts, then selects the top k. If it renormalizes
@@ -134,7 +143,7 @@ def build_chunks(arch: Architecture, config: TransformerConfig, backend: Backend
     for vp_stage in [None] if stages is None else range(stages):
         model = GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(backend, config, vp_stage),
+            transformer_layer_spec=block_spec(arch, backend, config, vp_stage),
             vocab_size=padded_vocab_size(arch.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=arch.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -142,14 +151,27 @@ def build_chunks(arch: Architecture, config: TransformerConfig, backend: Backend
             parallel_output=True,
             share_embeddings_and_output_weights=arch.tied,
             position_embedding_type="rope",
+            rotary_percent=arch.rotary_share,
             rotary_base=int(arch.rope_theta),
             rope_scaling=arch.rope_factor is not None,
             rope_scaling_factor=arch.rope_factor or 1.0,
             vp_stage=vp_stage,
         )
         chunks.append(model.to(backend.device))  # norms and routers are created on the CPU
-    install_routers(chunks)
+        if model.pre_process and arch.embedding_scale != 1:
+            model.embedding.register_forward_hook(lambda *call: call[-1] * arch.embedding_scale)
+        if model.post_process and arch.logits_divisor != 1:
+            norm = model.decoder.final_layernorm
+            norm.register_forward_hook(lambda *call: call[-1] / arch.logits_divisor)
+    install_routers(chunks, arch.experts)
     return chunks
+
+
+def named_weights(chunk: Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of all that a checkpoint has of a chunk: parameters, and biases of routers, which
+    are not trained."""
+    yield from chunk.named_parameters()
+    yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias"))
 
 
 def layer_offset(config: TransformerConfig, chunk: GPTModel) -> int:

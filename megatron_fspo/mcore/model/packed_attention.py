@@ -90,25 +90,44 @@ def packed_attention(
     prefixes: Sequence[Prefix],
     *,
     scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Compute attention in a pack: query [t, h, d], key and value [t, g, d] → [t, h, d]. ``borders`` of the
-    blocks include 0 and t; ``scale`` is the factor of query · key, by default 1 / √d."""
-    if query.device.type != "cpu" and query.element_size() > 2:
-        return masked(query, key, value, make_parts(borders, prefixes), scale)
+    blocks include 0 and t; ``scale`` is the factor of query · key, by default 1 / √d. A token attends to the
+    last ``window`` tokens of its sequence, itself included; None: to all."""
+    parts = make_parts(borders, prefixes)
+    longest = max(sum(rows.stop - rows.start for rows in _keys(part.queries, parts)) for part in parts)
+    narrow = window is not None and window < longest
+    if narrow or (query.device.type != "cpu" and query.element_size() > 2):
+        return masked(query, key, value, parts, scale, window)
     calls = make_calls(tuple(borders), tuple(prefixes), query.device)
     out: Tensor = Merged.apply(query, key, value, calls, scale)  # type: ignore[no-untyped-call]
     return out
 
 
-def masked(query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], scale: float | None) -> Tensor:
+def _keys(block: slice, parts: Sequence[Part]) -> list[slice]:
+    """Return the rows that those of a block attend to, its own first."""
+    return [part.keys for part in parts if part.queries.start <= block.start < part.queries.stop]
+
+
+def masked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parts: Sequence[Part],
+    scale: float | None,
+    window: int | None = None,
+) -> Tensor:
     """Compute attention with masks, block by block."""
     rows = []
     for block, *_ in (part for part in parts if part.causal):
-        seen = [p.keys for p in parts if p.queries.start <= block.start < p.queries.stop]
+        seen = _keys(block, parts)
         keys, values = (torch.cat([x[s] for s in reversed(seen)]) for x in (key, value))
         count = block.stop - block.start
         mask = torch.ones(count, len(keys), dtype=torch.bool, device=query.device).tril(len(keys) - count)
-        how = {"is_causal": True} if count == len(keys) else {"attn_mask": mask}
+        if window is not None:
+            mask = mask.triu(len(keys) - count - window + 1)
+        how = {"is_causal": True} if count == len(keys) and window is None else {"attn_mask": mask}
         q, k, v = (_batch(x) for x in (query[block], keys, values))
         row = F.scaled_dot_product_attention(q, k, v, **how, scale=scale, enable_gqa=True)
         rows.append(row[0].transpose(0, 1))

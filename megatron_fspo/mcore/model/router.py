@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
@@ -30,6 +31,7 @@ from torch.nn import Module
 from megatron_fspo.mcore.normalise import megatron_loss
 from megatron_fspo.packing.batch import NO_ROUTE, MicroBatch
 from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.weights import Experts
 
 REPORT = ("tokens", "entropy", "aux_loss", "z_loss", "flips", "compared")
 """Columns of a router's report after the E loads: sums over tokens; losses without coefficients, over
@@ -58,6 +60,7 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]
 
     place: int
     """Index of its layer among those of this rank."""
+    experts: Experts
     batch: MicroBatch | None
     """Micro-batch in its layer's forward; None outside, or without a :class:`RouterPass`."""
 
@@ -65,12 +68,18 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]
         """Choose experts: logits [r, 1, E] → weights [r, E], 0 for experts not chosen, and the
         choice [r, E], bool. Ignores ``padding_mask``: padding is routed, too."""
         logits = logits.view(-1, self.config.num_moe_experts)
-        chosen = logits.detach().topk(self.topk, dim=1).indices
+        choice = self._choice(logits.detach()) if self.experts.sigmoid else logits.detach()
+        chosen = choice.topk(self.topk, dim=1).indices
         batch = self.batch
         if batch is not None:
             chosen, compared = self._compared(batch, chosen)
         wide = torch.promote_types(logits.dtype, torch.float32)
-        if self.config.moe_router_pre_softmax:
+        if self.experts.sigmoid:
+            weights = logits.sigmoid().gather(1, chosen)
+            if self.experts.normalize_top_k:
+                weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
+            weights = weights * self.experts.scale
+        elif self.config.moe_router_pre_softmax:
             # Softmax in fp32 as in transformers; it has the same top k as the logits.
             weights = logits.softmax(-1, dtype=wide).type_as(logits).gather(1, chosen)
         else:
@@ -80,6 +89,16 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]
         if batch is not None:
             weights = self._reported(batch, logits, weights, routed, compared)
         return weights, routed
+
+    def _choice(self, logits: Tensor) -> Tensor:
+        """Return what a sigmoid router chooses by [r, E]: score and bias, -inf outside of the best groups."""
+        choice = logits.sigmoid() + self.expert_bias
+        if self.experts.groups > 1:
+            groups = choice.view(len(choice), self.experts.groups, -1)
+            best = groups.topk(2, dim=2).values.sum(2).topk(self.experts.group_top_k, dim=1).indices
+            outside = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(1, best, False)
+            choice = groups.masked_fill(outside[..., None], -torch.inf).flatten(1)
+        return choice
 
     def _compared(self, batch: MicroBatch, own: Tensor) -> tuple[Tensor, Tensor]:
         """Compare the router's choice [r, k] with the micro-batch's routes; return the experts to use [r, k],
@@ -104,8 +123,12 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]
         work = batch.router
         segment, mask = self._here(batch.segment), self._here(batch.loss_mask)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        scores = wide.softmax(-1)
-        entropy = -(scores.detach() * wide.detach().log_softmax(-1)).sum(1)
+        logs = wide.log_softmax(-1)
+        if self.experts.sigmoid:  # normalised as in arXiv 2412.19437
+            logs = F.logsigmoid(wide)
+            logs = logs - logs.logsumexp(-1, keepdim=True)
+        scores = logs.exp() if self.experts.sigmoid else wide.softmax(-1)
+        entropy = -(scores * logs).detach().sum(1)
         uses = self._here(batch.uses)
         aux_loss = z_loss = wide.new_zeros(())
         if torch.is_grad_enabled() and (work.aux_loss_coef or work.z_loss_coef):
@@ -148,8 +171,10 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]
         return part
 
 
-def install_routers(chunks: Sequence[Module]) -> None:
-    """Replace the routers of a rank's chunks, and hook layers to pass the micro-batch to their routers."""
+def install_routers(chunks: Sequence[Module], experts: Experts | None) -> None:
+    """Replace the routers of a rank's chunks, and hook layers to pass the micro-batch to their routers. The
+    biases of sigmoid routers are not trained, so that a server's choice has the same; Megatron would update
+    them by the experts' loads."""
     layers = [
         module for chunk in chunks for module in chunk.modules() if isinstance(module, TransformerLayer)
     ]
@@ -157,7 +182,11 @@ def install_routers(chunks: Sequence[Module]) -> None:
         if isinstance(layer.mlp, MoELayer):
             router = layer.mlp.router
             router.__class__ = PolicyRouter
-            router.place, router.batch = place, None
+            router.place, router.batch, router.experts = place, None, experts
+            if experts is not None and experts.sigmoid:
+                del router.expert_bias
+                bias = torch.full((experts.count,), torch.nan, device=router.weight.device)
+                router.register_buffer("expert_bias", bias)
             layer.register_forward_pre_hook(_begin, with_kwargs=True)
             layer.register_forward_hook(_end)
 
@@ -190,13 +219,14 @@ class RouterPasses(list[RouterPass]):
         self._groups, self._sequence, self._layers, self._count = groups, sequence, [*layers], count
 
     def routes(self) -> list[Tensor]:
-        """Return [t, layers, k] uint8 for each micro-batch: the experts used in this rank's layers."""
-        return self._whole([torch.stack(_by_place(router_pass.chosen), dim=1) for router_pass in self])
+        """Return [t, layers, k] uint8 for each micro-batch: the experts used in this rank's layers,
+        ``NO_ROUTE`` in those with an MLP."""
+        return self._whole([self._every_layer(router_pass.chosen, NO_ROUTE, dim=1) for router_pass in self])
 
     def flipped(self) -> list[Tensor]:
         """Return [t] bool for each micro-batch: in some layer of any pipeline stage, the router's choice
         differs from ``routes``."""
-        here = [torch.stack(_by_place(router_pass.flipped)).any(0).to(torch.uint8) for router_pass in self]
+        here = [self._every_layer(router_pass.flipped, 0).any(0).to(torch.uint8) for router_pass in self]
         tokens = self._whole(here)
         flat = torch.cat(tokens)
         if self._groups.pp.size() > 1:
@@ -204,13 +234,19 @@ class RouterPasses(list[RouterPass]):
         return [row.bool() for row in torch.split(flat, [len(row) for row in tokens])]
 
     def report(self) -> Tensor:
-        """Return [layers of the model, E + 6] float64: sum of the reports over micro-batches and ranks."""
-        here = torch.stack([torch.stack(_by_place(router_pass.reports)) for router_pass in self]).sum(0)
+        """Return [layers of the model, E + 6] float64: sum of the reports over micro-batches and ranks; 0 for
+        layers with an MLP."""
+        here = torch.stack([self._every_layer(router_pass.reports, 0) for router_pass in self]).sum(0)
         mine = dict(zip(self._layers, here, strict=True))
         nothing = torch.zeros_like(mine[self._layers[0]])
         table = torch.stack([mine.get(layer, nothing) for layer in range(self._count)])
         dist.all_reduce(table)  # ranks of a stage have different tokens, stages different layers
         return table
+
+    def _every_layer(self, entries: dict[int, Tensor], missing: int, dim: int = 0) -> Tensor:
+        """Stack the entries of this rank's layers; those without a router have the value ``missing``."""
+        absent = torch.full_like(next(iter(entries.values())), missing)
+        return torch.stack([entries.get(place, absent) for place in range(len(self._layers))], dim)
 
     def _whole(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """Gather [r, …] of each micro-batch to [t, …]."""
@@ -221,7 +257,3 @@ class RouterPasses(list[RouterPass]):
         dist.all_gather_into_tensor(parts, flat, group=self._groups.tp)
         pieces = torch.split(parts.view(-1, len(flat)), [row.numel() for row in rows], dim=1)
         return [piece.reshape(-1, *row.shape[1:]) for piece, row in zip(pieces, rows, strict=True)]
-
-
-def _by_place(entries: dict[int, Tensor]) -> list[Tensor]:
-    return [entries[place] for place in sorted(entries)]

@@ -18,7 +18,6 @@ class SharingAttention(TEDotProductAttention):  # type: ignore[misc, unused-igno
         if batch is None or not batch.prefixes:
             out: Tensor = super().forward(query, key, value, *args, **kwargs)
             return out
-        borders = batch.on_host.borders.tolist()
-        return packed_attention(query, key, value, borders, batch.prefixes, scale=self.softmax_scale).flatten(
-            1
-        )
+        borders, window = batch.on_host.borders.tolist(), self.config.window_size
+        how = {"scale": self.softmax_scale, "window": window and window[0] + 1}
+        return packed_attention(query, key, value, borders, batch.prefixes, **how).flatten(1)

@@ -38,9 +38,10 @@ class _CachedAttention(Module):
     cache: Tensor
     """[2, b, g, max_tokens, d]: rotated keys, and values."""
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, scale: float | None, window: int | None) -> None:
         super().__init__()
         self._max_tokens, self._length = max_tokens, 0
+        self._scale, self._window = scale, window or max_tokens
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """Attend: query [s, b, h, d], key and value [s, b, g, d] → [s, b, h·d]."""
@@ -52,11 +53,17 @@ class _CachedAttention(Module):
         keys, values = self.cache[..., : self._length, :]
         if start == 0:
             q = query.permute(1, 2, 0, 3)
-            out = scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
+            how: dict[str, Any] = {"is_causal": True}
+            if tokens > self._window:
+                seen = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device)
+                how = {"attn_mask": seen.tril().triu(1 - self._window)}
+            out = scaled_dot_product_attention(q, keys, values, **how, scale=self._scale, enable_gqa=True)
             return out.permute(2, 0, 1, 3).flatten(2)
         assert tokens == 1
         # Treat heads that share a key as queries of one head, so that keys need not be repeated.
-        out = scaled_dot_product_attention(query.reshape(slots, groups, -1, size), keys, values)
+        keys, values = keys[:, :, -self._window :], values[:, :, -self._window :]
+        query = query.reshape(slots, groups, -1, size)
+        out = scaled_dot_product_attention(query, keys, values, scale=self._scale)
         return out.reshape(1, slots, -1)
 
     def keep(self, slots: Sequence[int]) -> None:
@@ -198,5 +205,7 @@ def _settings(chunks: Sequence[GPTModel], max_tokens: int) -> Iterator[tuple[Any
                 yield owner, flag, False
     for chunk in chunks:
         for layer in chunk.decoder.layers:
-            yield layer.self_attention, "core_attention", _CachedAttention(max_tokens)
+            scale, window = chunk.config.softmax_scale, chunk.config.window_size
+            attention = _CachedAttention(max_tokens, scale, window and window[0] + 1)
+            yield layer.self_attention, "core_attention", attention
         yield chunk, "rotary_pos_emb", _Rotary(chunk.rotary_pos_emb, max_tokens)

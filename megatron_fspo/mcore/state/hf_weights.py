@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fspo.mcore.model.lora import first_values, is_adapter, merged_parameters
-from megatron_fspo.mcore.model.model import expert_offset, is_expert, layer_offset
+from megatron_fspo.mcore.model.model import expert_offset, is_expert, layer_offset, named_weights
 from megatron_fspo.mcore.model.policy import Model
 from megatron_fspo.parallel.buckets import from_bytes, in_buckets, num_bytes, to_bytes
 from megatron_fspo.parallel.groups import gather_lists, share
@@ -49,7 +49,7 @@ def fill(model: Model, reader: Reader) -> list[str]:
     loaded: list[str] = []
     for chunk in model.chunks:
         loaded += load_into(
-            ((name, parameter) for name, parameter in chunk.named_parameters() if not is_adapter(name)),
+            ((name, parameter) for name, parameter in named_weights(chunk) if not is_adapter(name)),
             reader,
             model.arch,
             tp_rank=model.groups.tp.rank(),
@@ -117,7 +117,7 @@ def base_tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
     """Yield the model's weights without adapters, like :func:`hf_tensors`."""
     return hf_tensors(
         model,
-        [filterfalse(lambda pair: is_adapter(pair[0]), chunk.named_parameters()) for chunk in model.chunks],
+        [filterfalse(lambda pair: is_adapter(pair[0]), named_weights(chunk)) for chunk in model.chunks],
     )
 
 

@@ -1,0 +1,299 @@
+"""Read a Hugging Face ``config.json`` as an :class:`Architecture`.
+
+A key that changes what a model computes is read, or refused with an ``InputError`` if Megatron would compute
+it differently from transformers (other biases, other kinds of RoPE, layers that differ).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.weights.architecture import Architecture, Experts, LatentAttention
+
+SUPPORTED = (
+    "llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "mistral", "phi3", "granite", "glm4", "qwen2_moe",
+    "glm4_moe", "deepseek_v3",
+)  # fmt: skip
+# Megatron's scaled RoPE supports only these values, which Llama 3.1, 3.2 and 3.3 use.
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+NEUTRAL_KEYS = frozenset(
+    "_name_or_path architectures attention_dropout bos_token_id chunk_size_feed_forward embd_pdrop"
+    " eos_token_id id2label initializer_range is_encoder_decoder label2id max_window_layers"
+    " original_max_position_embeddings output_attentions output_hidden_states output_router_logits"
+    " pad_token_id pretraining_tp problem_type resid_pdrop return_dict router_aux_loss_coef"
+    " router_jitter_noise transformers_version use_cache".split()
+)
+"""Keys that do not change what a model computes; all others of a supported family count or are refused."""
+_LARGEST = 1e12
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_WITH_WINDOW = ("mistral", "mixtral", "phi3")
+_GLM = ("glm4", "glm4_moe")
+_GRANITE = {
+    "attention_scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logits_divisor": "logits_scaling",
+}
+
+
+def read_architecture(checkpoint_dir: str | Path) -> Architecture:
+    """Read the architecture of a checkpoint folder; raises ``InputError`` if the model is not supported."""
+    config = _Config(Path(checkpoint_dir) / "config.json")
+    family = config.required("model_type", str)
+    if family not in SUPPORTED:
+        raise config.error("model_type", f"is {family!r}; supported: {', '.join(SUPPORTED)}")
+    _refuse_unsupported(config, family)
+    latent = _latent(config) if family == "deepseek_v3" else None
+    arch = Architecture(
+        model_type=family,
+        num_layers=config.size("num_hidden_layers", most=10_000),
+        hidden_size=config.size("hidden_size"),
+        num_heads=config.size("num_attention_heads"),
+        num_kv_heads=config.size("num_attention_heads" if latent else "num_key_value_heads"),
+        head_dim=_head_dim(config, latent),
+        ffn_size=config.size("intermediate_size"),
+        vocab_size=config.size("vocab_size"),
+        tied=config.required("tie_word_embeddings", bool),
+        rms_norm_eps=config.positive("rms_norm_eps", config.optional("rms_norm_eps")),
+        rope_theta=_rope_theta(config),
+        rope_factor=_rope_factor(config),
+        rotary_share=_rotary_share(config, family),
+        rotary_interleaved=family == "glm4",
+        window=config.size("sliding_window") if _has_window(config, family) else None,
+        **({name: config.factor(key) for name, key in _GRANITE.items()} if family == "granite" else {}),
+        qkv_bias=family == "qwen2"
+        or (family in _GLM and config.optional("attention_bias") is True)
+        or (family == "qwen2_moe" and config.optional("qkv_bias") is not False),
+        qk_norm=family in ("qwen3", "qwen3_moe")
+        or (family == "glm4_moe" and config.optional("use_qk_norm") is True),
+        latent=latent,
+        experts=_experts(config, family),
+        max_position_embeddings=config.size("max_position_embeddings"),
+        unused_layers=config.optional("num_nextn_predict_layers") or config.optional("num_mtp_layers") or 0,
+        dtype=_dtype(config),
+        fp8_block=_fp8_block(config),
+    )
+    if arch.num_heads % arch.num_kv_heads:
+        problem = f"is {arch.num_kv_heads}, which does not divide num_attention_heads {arch.num_heads}"
+        raise config.error("num_key_value_heads", problem)
+    return arch
+
+
+def _fp8_block(config: _Config) -> tuple[int, int] | None:
+    quantization = config.optional("quantization_config")
+    if quantization is None:
+        return None
+    block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+    if (
+        not isinstance(block, list)
+        or quantization.get("quant_method") != "fp8"
+        or [type(size) for size in block] != [int, int]
+        or min(block) < 1
+    ):
+        problem = "must be FP8 with a weight_block_size of two sizes, or absent"
+        raise config.error("quantization_config", problem)
+    return block[0], block[1]
+
+
+class _Config:
+    """``config.json`` with errors that name the file and the key."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_file():
+            raise InputError(f"{path} is missing; a Hugging Face checkpoint folder must have it")
+        try:
+            values = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path} is not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise InputError(f"{path} must be a JSON object")
+        self.values: dict[str, Any] = values
+
+    def error(self, key: str, problem: str) -> InputError:
+        return InputError(f"{self.path}: {key} {problem}")
+
+    def optional(self, key: str) -> Any:
+        """Return the value, or None if the key is absent or null: transformers writes both for "unset"."""
+        return self.values.get(key)
+
+    def required(self, key: str, *types: type) -> Any:
+        value = self.optional(key)
+        if value is None:
+            raise self.error(key, "is missing")
+        if type(value) not in types:  # not isinstance: true is an int
+            raise self.error(key, f"is {value!r}; it must be {' or '.join(t.__name__ for t in types)}")
+        return value
+
+    def size(self, key: str, most: int = 2**24) -> int:
+        value: int = self.required(key, int)
+        if not 1 <= value <= most:
+            raise self.error(key, f"is {value!r:.50}; it must be from 1 to {most}")
+        return value
+
+    def positive(self, key: str, value: Any) -> float:
+        """Return ``value``, which a key has, as a finite number above 0."""
+        if type(value) not in (int, float) or not 0 < value <= _LARGEST:
+            raise self.error(key, f"is {value!r:.50}; it must be a number above 0, at most {_LARGEST:g}")
+        return float(value)
+
+    def factor(self, key: str) -> float:
+        """Return a factor that is 1 if the key is absent."""
+        value = self.optional(key)
+        return 1.0 if value is None else self.positive(key, value)
+
+
+def _refuse_unsupported(config: _Config, family: str) -> None:
+    for key, legal, families in (
+        ("attention_bias", "the biases of Qwen2's and GLM's q, k and v are", _GLM),
+        ("mlp_bias", "the biases of Qwen2's and GLM's q, k and v are", ()),
+        ("use_sliding_window", "windows of Mistral, Mixtral and Phi-3 are", ()),
+    ):
+        if config.optional(key) and family not in families:
+            raise config.error(key, f"is true; only {legal} supported")
+    if config.required("hidden_act", str) != "silu":
+        raise config.error("hidden_act", f"is {config.values['hidden_act']!r}; only 'silu' is supported")
+    legal = "sliding_attention" if _has_window(config, family) else "full_attention"
+    kinds = config.optional("layer_types") or []
+    other = [kind for kind in kinds if kind != legal] if isinstance(kinds, list) else [kinds]
+    if other:
+        raise config.error("layer_types", f"has {other[0]!r:.50}; only {legal!r} is supported")
+
+
+def _has_window(config: _Config, family: str) -> bool:
+    """Return True if tokens attend to a window. Other families have the key without using it."""
+    return family in _WITH_WINDOW and config.optional("sliding_window") is not None
+
+
+def _head_dim(config: _Config, latent: LatentAttention | None) -> int:
+    """Read head_dim; models other than Qwen3 may omit it, and it is then hidden_size / heads."""
+    if latent is not None:
+        return config.size("qk_nope_head_dim") + latent.rope_size
+    if config.optional("head_dim") is not None or config.values["model_type"].startswith("qwen3"):
+        return config.size("head_dim")
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    if hidden % heads:
+        raise config.error("hidden_size", f"is {hidden}, not a multiple of num_attention_heads {heads}")
+    return hidden // heads
+
+
+def _latent(config: _Config) -> LatentAttention:
+    if config.optional("rope_interleave") is False:
+        raise config.error("rope_interleave", "is false; only true is supported")
+    return LatentAttention(
+        q_rank=None if config.optional("q_lora_rank") is None else config.size("q_lora_rank"),
+        kv_rank=config.size("kv_lora_rank"),
+        rope_size=config.size("qk_rope_head_dim"),
+        value_size=config.size("v_head_dim"),
+    )
+
+
+def _experts(config: _Config, family: str) -> Experts | None:
+    if family not in ("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3"):
+        return None
+    if config.optional("decoder_sparse_step") not in (None, 1) or config.optional("mlp_only_layers"):
+        raise config.error("mlp_only_layers", "or decoder_sparse_step: all layers must have experts")
+    # Mixtral and transformers 5 write num_local_experts; Qwen3-MoE's files on the Hub have num_experts.
+    keys = ("n_routed_experts", "num_experts", "num_local_experts")
+    mixtral, sigmoid = family == "mixtral", family in ("glm4_moe", "deepseek_v3")
+    experts = Experts(
+        count=config.size(next((key for key in keys if key in config.values), keys[-1])),
+        per_token=config.size("num_experts_per_tok"),
+        ffn_size=config.size("intermediate_size" if mixtral else "moe_intermediate_size"),
+        normalize_top_k=mixtral or config.required("norm_topk_prob", bool),
+        shared_ffn_size=config.size("shared_expert_intermediate_size") if family == "qwen2_moe" else 0,
+    )
+    if experts.per_token > experts.count:
+        raise config.error("num_experts_per_tok", f"is {experts.per_token}; num_experts is {experts.count}")
+    return _sigmoid_experts(config, experts) if sigmoid else experts
+
+
+def _sigmoid_experts(config: _Config, experts: Experts) -> Experts:
+    """Add what DeepSeek-V3's routers have; its own code writes keys that transformers leaves out."""
+    for key, only in {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}.items():
+        if config.optional(key) not in (None, only):
+            raise config.error(key, f"is {config.values[key]!r:.50}; only {only!r} is supported")
+    groups = config.size("n_group") if config.optional("n_group") else 1
+    chosen = config.size("topk_group") if config.optional("topk_group") else 1
+    if chosen > groups or experts.count % groups or (groups > 1 and experts.count < 2 * groups):
+        raise config.error("n_group", f"is {groups}, topk_group {chosen}; the experts are {experts.count}")
+    dense = config.optional("first_k_dense_replace") or 0
+    if type(dense) is not int or not 0 <= dense < config.size("num_hidden_layers"):
+        raise config.error("first_k_dense_replace", f"is {dense!r:.50}; it must be below num_hidden_layers")
+    shared = config.optional("n_shared_experts")
+    return replace(
+        experts,
+        dense_layers=dense,
+        shared_ffn_size=experts.ffn_size * config.size("n_shared_experts") if shared else 0,
+        sigmoid=True,
+        scale=config.factor("routed_scaling_factor"),
+        groups=groups,
+        group_top_k=chosen,
+    )
+
+
+def _rope_theta(config: _Config) -> float:
+    """Read theta from ``rope_parameters`` (transformers 5), ``rope_theta`` or ``rope_scaling`` (4)."""
+    thetas = [config.optional("rope_theta"), *(rope.get("rope_theta") for _, rope in _ropes(config))]
+    given = [config.positive("rope_theta", theta) for theta in thetas if theta is not None]
+    if not given:
+        raise config.error("rope_theta", "is missing at the top level and in rope_parameters")
+    if len(set(given)) > 1:
+        raise config.error("rope_theta", f"is {given[0]!r}, but rope_parameters has {given[1]!r}")
+    if given[0] != int(given[0]):
+        raise config.error("rope_theta", f"is {given[0]!r}; Megatron supports whole numbers only")
+    return given[0]
+
+
+def _ropes(config: _Config) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.optional(key) or {}
+        if not isinstance(rope, Mapping):
+            raise config.error(key, f"is {rope!r}; it must be an object")
+        yield key, rope
+
+
+def _rope_factor(config: _Config) -> float | None:
+    """Read the factor of scaled RoPE; None if RoPE is not scaled."""
+    factors: set[float] = set()
+    for key, rope in _ropes(config):
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind == "llama3":
+            for name, value in _LLAMA3_ROPE.items():
+                if rope.get(name) != value:
+                    raise config.error(key, f"has {name} {rope.get(name)!r}; only {value} is supported")
+            factors.add(config.positive(f"{key}.factor", rope.get("factor")))
+        elif kind != "default":
+            raise config.error(key, f"has rope_type {kind!r}; only 'default' and 'llama3' are supported")
+    if len(factors) > 1:
+        raise config.error("rope_scaling", f"and rope_parameters have different factors: {factors}")
+    return factors.pop() if factors else None
+
+
+def _rotary_share(config: _Config, family: str) -> float:
+    """Read partial_rotary_factor (transformers 4 at the top level, 5 in ``rope_parameters``)."""
+    key = "partial_rotary_factor"
+    shares = [config.optional(key), *(rope.get(key) for _, rope in _ropes(config))]
+    given = [config.positive(key, share) for share in shares if share is not None]
+    if len({*given}) > 1 or any(share > 1 for share in given):
+        raise config.error(key, f"is {given}; it must be one number up to 1")
+    share = given[0] if given else 0.5 if family in _GLM else 1.0
+    if share < 1 and family not in (*_GLM, "phi3"):
+        raise config.error(key, f"is {share}; {family} models rotate whole heads")
+    return share
+
+
+def _dtype(config: _Config) -> torch.dtype:
+    """Read the dtype: transformers 5 writes ``dtype``, transformers 4 ``torch_dtype``."""
+    key = "torch_dtype" if config.optional("dtype") is None and "torch_dtype" in config.values else "dtype"
+    name = config.required(key, str)
+    if name not in _DTYPES:
+        raise config.error(key, f"is {name!r}; supported: {', '.join(_DTYPES)}")
+    return _DTYPES[name]
