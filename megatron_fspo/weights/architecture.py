@@ -43,6 +43,21 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """RoPE stretched to longer sequences (arXiv 2309.00071)."""
+
+    factor: float
+    original_length: int
+    """Longest sequence before."""
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    """Angles' factor 0.1 · mscale · ln factor + 1, over the same of ``mscale_all_dim``."""
+    mscale_all_dim: float
+    """Attention's factor is the square of the like."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LatentAttention:
     """Attention whose queries, keys and values are products of low rank (arXiv 2405.04434)."""
 
@@ -92,6 +107,7 @@ class Architecture:
     rope_theta: float
     rope_factor: float | None = None
     """Factor of Llama 3's scaled RoPE, which stretches long wavelengths; None: RoPE is not scaled."""
+    yarn: Yarn | None = None
     rotary_share: float = 1.0
     """Share of a head's values that are rotated: the first."""
     rotary_interleaved: bool = False

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.weights.architecture import Architecture, Experts, LatentAttention
+from megatron_fspo.weights.architecture import Architecture, Experts, LatentAttention, Yarn
 
 SUPPORTED = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "mistral", "phi3", "granite", "glm4", "qwen2_moe",
@@ -64,6 +64,7 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
         rms_norm_eps=config.positive("rms_norm_eps", config.optional("rms_norm_eps")),
         rope_theta=_rope_theta(config),
         rope_factor=_rope_factor(config),
+        yarn=_yarn(config, family),
         rotary_share=_rotary_share(config, family),
         rotary_interleaved=family == "glm4",
         window=config.size("sliding_window") if _has_window(config, family) else None,
@@ -270,11 +271,25 @@ def _rope_factor(config: _Config) -> float | None:
                 if rope.get(name) != value:
                     raise config.error(key, f"has {name} {rope.get(name)!r}; only {value} is supported")
             factors.add(config.positive(f"{key}.factor", rope.get("factor")))
-        elif kind != "default":
+        elif kind not in ("default", "yarn"):
             raise config.error(key, f"has rope_type {kind!r}; only 'default' and 'llama3' are supported")
     if len(factors) > 1:
         raise config.error("rope_scaling", f"and rope_parameters have different factors: {factors}")
     return factors.pop() if factors else None
+
+
+def _yarn(config: _Config, family: str) -> Yarn | None:
+    for key, rope in _ropes(config):
+        if rope.get("rope_type", rope.get("type")) == "yarn":
+            if family != "deepseek_v3":
+                raise config.error(key, "has rope_type 'yarn', which only DeepSeek-V3's models may have")
+            if rope.get("attention_factor") is not None or rope.get("truncate") is False:
+                raise config.error(key, "has attention_factor or truncate, which is not supported")
+            names = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+            values = {name: config.positive(f"{key}.{name}", rope.get(name)) for name in names}
+            length = config.positive(f"{key}.original", rope.get("original_max_position_embeddings"))
+            return Yarn(original_length=int(length), **values)
+    return None
 
 
 def _rotary_share(config: _Config, family: str) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -53,13 +54,35 @@ def _qkv(kind: str, *inputs: Size, fused: bool = False, **options: Any) -> Row:
 
 _OUT = _row("row", f"{_M}self_attention.linear_proj.weight",
             _hf(f"{_H}self_attn.o_proj.weight", "hidden_size", "value_size"))
-_BIAS = _qkv("bias", when=lambda arch: arch.qkv_bias)
+_BIAS = _qkv("bias", when=attrgetter("qkv_bias"))
 _QK_NORM = tuple(
     _row("replicated", f"{_M}self_attention.{one}_layernorm.weight",
-         _hf(f"{_H}self_attn.{one}_norm.weight", "head_dim"), when=lambda arch: arch.qk_norm)
+         _hf(f"{_H}self_attn.{one}_norm.weight", "head_dim"), when=attrgetter("qk_norm"))
     for one in "qk"
 )
 _ATTENTION = (*_ENDS, _before("linear_qkv"), _qkv("weight", "hidden_size"), _BIAS, *_QK_NORM, _OUT)
+_LATENT = (
+    *_ENDS,
+    _row("replicated", f"{_M}input_layernorm.weight", _hf(f"{_H}input_layernorm.weight", "hidden_size")),
+    *(
+        _row("replicated" if down else "column", f"{_M}self_attention.linear_{megatron}.weight",
+             _hf(f"{_H}self_attn.{hf}.weight", *sizes), when=when)
+        for down, megatron, hf, sizes, when in (
+            (True, "q_down_proj", "q_a_proj", ("q_rank", "hidden_size"), attrgetter("q_rank")),
+            (False, "q_up_proj", "q_b_proj", ("q_size", "q_rank"), attrgetter("q_rank")),
+            (False, "q_proj", "q_proj", ("q_size", "hidden_size"), lambda arch: not arch.q_rank),
+            (True, "kv_down_proj", "kv_a_proj_with_mqa", ("kv_down_size", "hidden_size"), bool),
+            (False, "kv_up_proj", "kv_b_proj", ("kv_up_size", "kv_rank"), bool),
+        )
+    ),
+    *(
+        _row("replicated", f"{_M}self_attention.{one}_layernorm.weight"
+             f" | {_M}self_attention.linear_{one}_up_proj.layer_norm_weight",
+             _hf(f"{_H}self_attn.{one}_a_layernorm.weight", size), when=attrgetter(size))
+        for one, size in (("q", "q_rank"), ("kv", "kv_rank"))
+    ),
+    _OUT,
+)
 _ATTENTION_FUSED = (*_ENDS, _before("linear_qkv"), _qkv("weight", "hidden_size", fused=True), _OUT)
 
 
@@ -97,7 +120,7 @@ def _moe(block: str, names: tuple[str, ...] = _NAMES) -> tuple[Row, ...]:
              _hf(f"{_H}{block}.gate.weight", "num_experts", "hidden_size"), layers="experts"),
         _row("replicated", f"{_M}mlp.router.expert_bias",
              _hf(f"{_H}{block}.gate.e_score_correction_bias", "num_experts"), layers="experts",
-             when=lambda arch: arch.experts.sigmoid),
+             when=attrgetter("experts.sigmoid")),
         *_gate_up(f"{_M}mlp.experts.local_experts.{{expert}}.linear_#.weight"
                   f" | {_M}mlp.experts.linear_#.weight{{expert}}",
                   f"{_H}{block}.experts.{{expert}}", "expert_ffn_size", names, layers="experts",
@@ -108,7 +131,7 @@ def _moe(block: str, names: tuple[str, ...] = _NAMES) -> tuple[Row, ...]:
 def _shared(hf: str) -> tuple[Row, ...]:
     """The expert that every token uses."""
     return _gate_up(f"{_M}mlp.shared_experts.linear_#.weight", f"{_H}mlp.{hf}", "shared_ffn_size", _NAMES,
-                    layers="experts", when=lambda arch: arch.shared_ffn_size)
+                    layers="experts", when=attrgetter("shared_ffn_size"))
 
 
 def _adapter(linear: str, target: str, hf: str, outputs: Size, inputs: Size) -> tuple[Row, Row]:
@@ -154,6 +177,7 @@ TABLES: Mapping[str, tuple[Row, ...]] = MappingProxyType(
                  _hf(f"{_H}mlp.shared_expert_gate.weight", "one", "hidden_size")),
         ),
         "glm4_moe": (*_ATTENTION, *_mlp(), *_moe("mlp"), *_shared("shared_experts")),
+        "deepseek_v3": (*_LATENT, *_mlp(), *_moe("mlp"), *_shared("shared_experts")),
     }
 )
 # fmt: on

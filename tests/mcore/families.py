@@ -13,7 +13,7 @@ from megatron_fspo.config import Parallel
 
 VOCAB = 1237  # a prime: every tensor-parallel size pads
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "granite", "glm4")
-EXPERTS = ("moe_normalised", "moe_raw", "mixtral", "qwen2_moe", "glm4_moe")
+EXPERTS = ("moe_normalised", "moe_raw", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight")
 FAMILIES = (*DENSE, *EXPERTS)
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -46,6 +46,28 @@ _SIGMOID = {
     "norm_topk_prob": True,
     "num_nextn_predict_layers": 0,
 }
+_LATENT = {
+    **_SIGMOID,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+_YARN = {
+    **_ROPE,
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
 # Family → transformers' name of it, whether the head is the embedding, and sizes of its own.
 _OWN: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "llama": ("llama", False, {"head_dim": 16, "rope_parameters": _LLAMA3}),
@@ -76,6 +98,8 @@ _OWN: dict[str, tuple[str, bool, dict[str, Any]]] = {
             "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
         },
     ),
+    "deepseek_v3": ("deepseek_v3", False, {**_LATENT, "rope_parameters": _YARN}),
+    "moonlight": ("deepseek_v3", False, {**_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
     "qwen2_moe": ("qwen2_moe", False, {**_MOE, "shared_expert_intermediate_size": 48}),
     "glm4_moe": (
         "glm4_moe",

@@ -35,10 +35,9 @@ def check_parallel(arch: Architecture, parallel: Parallel) -> None:
         problems.append(
             f"parallel.expert = {parallel.expert} does not divide the {arch.num_experts} experts of a layer"
         )
-    if arch.experts is not None and parallel.tensor > 1 and not parallel.sequence:
-        problems.append(
-            f"parallel.tensor = {parallel.tensor} with a mixture of experts needs parallel.sequence = true"
-        )
+    if (arch.experts or arch.latent) and parallel.tensor > 1 and not parallel.sequence:
+        kind = "a mixture of experts" if arch.experts else "latent attention"
+        problems.append(f"parallel.tensor = {parallel.tensor} with {kind} needs parallel.sequence = true")
     last_chunk = (chunks - parallel.pipeline + 1) * arch.num_layers // chunks
     if arch.experts is not None and last_chunk <= arch.dense_layers:
         problems.append(

@@ -6,6 +6,7 @@ context parallelism).
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import pairwise
@@ -20,9 +21,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -79,7 +83,7 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attend: query [t, h, d], key and value [t, g, d] → [t, h·d]. ``attention_mask`` and
+        """Attend: query [t, h, d], key [t, g, d], value [t, g, v] → [t, h·v]. ``attention_mask`` and
         ``attention_bias`` must be None. ``packed_seq_params`` has the borders of the sequences, over all
         context-parallel ranks, and optionally the micro-batch, with the prefixes that sequences share."""
         assert attention_mask is None and attention_bias is None and packed_seq_params is not None
@@ -88,12 +92,13 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
         if self._cp.size() > 1:
             return self._attend_zigzag(query, key, value, borders)
         prefixes = () if batch is None else batch.prefixes
-        how = {"scale": self.softmax_scale, "window": self._window}
+        how: Any = {"scale": self.softmax_scale, "window": self._window}
         return packed_attention(query, key, value, borders, prefixes, **how).flatten(1)
 
     def _attend_zigzag(self, query: Tensor, key: Tensor, value: Tensor, borders: list[int]) -> Tensor:
         """Attend with this rank's queries to the keys of all ranks, sequence by sequence. → [t, h·d]"""
-        size = self._cp.size()
+        size, width = self._cp.size(), value.shape[-1]
+        value = F.pad(value, (0, key.shape[-1] - width))
         order, mine = (x.to(query.device) for x in _zigzag(tuple(borders), self._cp.rank(), size))
         both = gather_from_sequence_parallel_region(torch.stack([key, value], 1), group=self._cp)
         # Gathered rows are in rank order; restore the order of the sequences.
@@ -111,7 +116,7 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
                 q, k, v, attn_mask=seen, scale=self.softmax_scale, enable_gqa=True
             )
             parts.append(part[0].transpose(0, 1))
-        return torch.cat(parts).flatten(1)
+        return torch.cat(parts)[..., :width].flatten(1)
 
 
 def _split(lengths: list[int], *tokens: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -126,6 +131,23 @@ def _zigzag(borders: tuple[int, ...], rank: int, size: int) -> tuple[Tensor, Ten
     for the other layers of the micro-batch."""
     whole = torch.tensor(borders)
     return gathered_positions(whole, size), local_positions(whole, rank, size)
+
+
+class LatentSelfAttention(MLASelfAttention):  # type: ignore[misc, unused-ignore]
+    """Megatron's latent attention, built as its spec says. megatron-core 0.19 would add a norm to a query
+    that is projected directly, which no model has."""
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        return vars(submodules)
+
+
+def _whole_linear() -> type[torch.nn.Module]:
+    """Return Megatron's linear layer that is the same on every tensor-parallel rank."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        # megatron-core 0.16 takes mocks for Transformer Engine's classes.
+        vars(multi_latent_attention)["HAVE_TE"] = False
+    linear: type[torch.nn.Module] = multi_latent_attention.Linear
+    return linear
 
 
 class ResidualAdd(torch.nn.Module):
@@ -165,7 +187,8 @@ def block_spec(
 def _layer_spec(
     arch: Architecture, backend: Backend, config: TransformerConfig, num_experts: int | None
 ) -> ModuleSpec:
-    both = {"num_experts": num_experts, "qk_layernorm": config.qk_layernorm}
+    latent = arch.latent is not None
+    both = {"num_experts": num_experts, "qk_layernorm": config.qk_layernorm, "multi_latent_attention": latent}
     if backend.layers == "transformer_engine":
         from megatron_fspo.mcore.model.te_attention import SharingAttention
 
@@ -176,6 +199,15 @@ def _layer_spec(
         layer = get_gpt_layer_local_spec(normalization=config.normalization, **both)
         layer.submodules.input_layernorm = RMSNorm
         layer.submodules.pre_mlp_layernorm = RMSNorm
+        if latent:
+            layer.submodules.sharded_state_dict_keys_map = {
+                f"{norm}_layernorm.": f"{linear}.layer_norm_"
+                for norm, linear in (
+                    ("self_attention.q", "self_attention.linear_q_up_proj"),
+                    ("self_attention.kv", "self_attention.linear_kv_up_proj"),
+                    ("pre_mlp", "mlp.linear_fc1"),
+                )
+            }
         if num_experts:
             # Checkpoints name norms as in Transformer Engine, which fuses this one into an MLP but not into
             # experts; the local spec renames it for both.
@@ -183,10 +215,17 @@ def _layer_spec(
             # The router of megatron-core 0.16.1 reads this name even if it was never imported.
             vars(moe_utils).setdefault("te_general_gemm", None)
         attention = layer.submodules.self_attention.submodules
-        if config.qk_layernorm:
+        if latent:
+            attention.q_layernorm = RMSNorm if arch.q_rank else IdentityOp
+            attention.kv_layernorm = RMSNorm
+            # As with Transformer Engine. Sharded, they would lose part of the rotated key's gradient.
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = _whole_linear()
+        elif config.qk_layernorm:
             attention.q_layernorm = RMSNorm
             attention.k_layernorm = RMSNorm
         attention.core_attention = SDPACoreAttention
+    if latent:
+        layer.submodules.self_attention.module = LatentSelfAttention
     for place in ("self_attn_bda", "mlp_bda"):
         normed = has_parameter(arch, f"{place}.norm.weight")
         if normed or arch.residual_scale != 1:

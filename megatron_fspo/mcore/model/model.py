@@ -16,7 +16,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from torch.nn import Module
@@ -41,16 +41,14 @@ def transformer_config(
 ) -> TransformerConfig:
     """Build Megatron's configuration of the model."""
     interleaved = parallel.virtual_pipeline > 1
-    return TransformerConfig(
+    return (MLATransformerConfig if arch.latent else TransformerConfig)(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
         ffn_hidden_size=arch.ffn_size,
         num_attention_heads=arch.num_heads,
         num_query_groups=arch.num_kv_heads,
-        kv_channels=arch.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=arch.rms_norm_eps,
-        qk_layernorm=arch.qk_norm,
         add_qkv_bias=arch.qkv_bias,
         softmax_scale=arch.attention_scale,
         window_size=None if arch.window is None else (arch.window - 1, 0),
@@ -85,6 +83,7 @@ def transformer_config(
         calculate_per_token_loss=True,
         init_method=_unset,
         output_layer_init_method=_unset,
+        **_attention(arch),
         **_experts(arch, backend, dtype),
         **_precision(fp8),
         **backend.config_flags(),
@@ -98,6 +97,36 @@ def _unset(weight: Tensor) -> None:
     ``tensor_model_parallel``, and the gradient norm would omit all shards but the first.
     """
     torch.nn.init.constant_(weight, math.nan)
+
+
+def _attention(arch: Architecture) -> dict[str, Any]:
+    """Return the settings for heads."""
+    latent, yarn = arch.latent, arch.yarn
+    if latent is None:
+        return {"kv_channels": arch.head_dim, "qk_layernorm": arch.qk_norm}
+    stretched = (
+        {
+            "rotary_scaling_factor": yarn.factor,
+            "original_max_position_embeddings": yarn.original_length,
+            "beta_fast": yarn.beta_fast,
+            "beta_slow": yarn.beta_slow,
+            "mscale": yarn.mscale,
+            "mscale_all_dim": yarn.mscale_all_dim,
+        }
+        if yarn
+        else {}
+    )
+    return {
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_head_dim": arch.head_dim - latent.rope_size,
+        "qk_pos_emb_head_dim": latent.rope_size,
+        "v_head_dim": latent.value_size,
+        "qk_layernorm": True,
+        "rope_type": "yarn" if yarn else "rope",
+        "rotary_base": int(arch.rope_theta),
+        **stretched,
+    }
 
 
 def _experts(arch: Architecture, backend: Backend, dtype: torch.dtype) -> dict[str, Any]:
@@ -165,6 +194,18 @@ def build_chunks(arch: Architecture, config: TransformerConfig, backend: Backend
             norm.register_forward_hook(lambda *call: call[-1] / arch.logits_divisor)
     install_routers(chunks, arch.experts)
     return chunks
+
+
+def rotated(chunk: GPTModel) -> list[Module]:
+    """Return the modules with RoPE angles ``rotary_pos_emb``: the chunk, or each layer's latent attention."""
+    if not chunk.config.multi_latent_attention:
+        return [chunk]
+    return [layer.self_attention for layer in chunk.decoder.layers]
+
+
+def at_positions(angles: Any, positions: Tensor | slice) -> Any:
+    """Select from angles [positions, ...]; with YaRN, from the first of angles and a factor."""
+    return (angles[0][positions], angles[1]) if isinstance(angles, tuple) else angles[positions]
 
 
 def named_weights(chunk: Module) -> Iterator[tuple[str, Tensor]]:

@@ -92,9 +92,14 @@ def packed_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Compute attention in a pack: query [t, h, d], key and value [t, g, d] → [t, h, d]. ``borders`` of the
-    blocks include 0 and t; ``scale`` is the factor of query · key, by default 1 / √d. A token attends to the
-    last ``window`` tokens of its sequence, itself included; None: to all."""
+    """Compute attention in a pack: query [t, h, d], key [t, g, d], value [t, g, v] → [t, h, v], v at most d.
+    ``borders`` of the blocks include 0 and t; ``scale`` is the factor of query · key, by default 1 / √d. A
+    token attends to the last ``window`` tokens of its sequence, itself included; None: to all."""
+    if missing := query.shape[-1] - value.shape[-1]:  # the kernels need one size
+        wide = packed_attention(
+            query, key, F.pad(value, (0, missing)), borders, prefixes, scale=scale, window=window
+        )
+        return wide[..., :-missing]
     parts = make_parts(borders, prefixes)
     longest = max(sum(rows.stop - rows.start for rows in _keys(part.queries, parts)) for part in parts)
     narrow = window is not None and window < longest

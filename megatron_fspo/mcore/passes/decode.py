@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_fspo.mcore.model.model import at_positions, rotated
 from megatron_fspo.parallel.groups import ParallelGroups, any_rank, broadcast_first
 
 # Attributes in which Megatron keeps the flag for sequence parallelism.
@@ -35,8 +36,8 @@ _SEQUENCE_PARALLEL_FLAGS = ("sequence_parallel", "scatter_to_sequence_parallel",
 class _CachedAttention(Module):
     """Core attention of a session, for any kind of layers: each token attends to itself and all before it."""
 
-    cache: Tensor
-    """[2, b, g, max_tokens, d]: rotated keys, and values."""
+    cache: list[Tensor]
+    """[b, g, max_tokens, d]: rotated keys, and values, whose size may differ."""
 
     def __init__(self, max_tokens: int, scale: float | None, window: int | None) -> None:
         super().__init__()
@@ -44,13 +45,14 @@ class _CachedAttention(Module):
         self._scale, self._window = scale, window or max_tokens
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Attend: query [s, b, h, d], key and value [s, b, g, d] → [s, b, h·d]."""
+        """Attend: query [s, b, h, d], key [s, b, g, d], value [s, b, g, v] → [s, b, h·v]."""
         tokens, slots, groups, size = key.shape
         start, self._length = self._length, self._length + tokens
         if start == 0:
-            self.cache = key.new_empty(2, slots, groups, self._max_tokens, size)
-        self.cache[..., start : self._length, :] = torch.stack([key, value]).permute(0, 2, 3, 1, 4)
-        keys, values = self.cache[..., : self._length, :]
+            self.cache = [x.new_empty(slots, groups, self._max_tokens, x.shape[-1]) for x in (key, value)]
+        for cached, new in zip(self.cache, (key, value), strict=True):
+            cached[:, :, start : self._length] = new.permute(1, 2, 0, 3)
+        keys, values = (cached[:, :, : self._length] for cached in self.cache)
         if start == 0:
             q = query.permute(1, 2, 0, 3)
             how: dict[str, Any] = {"is_causal": True}
@@ -68,28 +70,29 @@ class _CachedAttention(Module):
 
     def keep(self, slots: Sequence[int]) -> None:
         """Set the cache to these of its slots, in this order; only slots that move are copied."""
-        before, moved = self.cache, [place for place, slot in enumerate(slots) if slot != place]
-        if len(slots) > before.shape[1]:
-            self.cache, moved = before.new_empty(2, len(slots), *before.shape[2:]), list(range(len(slots)))
-        if moved:
-            filled = before[:, [slots[place] for place in moved], :, : self._length]
-            self.cache[:, moved, :, : self._length] = filled
-        self.cache = self.cache[:, : len(slots)]
+        for index, before in enumerate(self.cache):
+            cached, moved = before, [place for place, slot in enumerate(slots) if slot != place]
+            if len(slots) > len(before):
+                cached, moved = before.new_empty(len(slots), *before.shape[1:]), list(range(len(slots)))
+            if moved:
+                cached[moved, :, : self._length] = before[[slots[p] for p in moved], :, : self._length]
+            self.cache[index] = cached[: len(slots)]
 
 
 class _Rotary(Module):
-    """RoPE angles of the fed tokens, for whole sequences also on context-parallel ranks."""
+    """RoPE angles of the fed tokens, for whole sequences also on context-parallel ranks. With YaRN, the
+    angles and a factor."""
 
     def __init__(self, angles: Module, max_tokens: int) -> None:
         super().__init__()
-        self._angles: Tensor = angles(max_tokens, packed_seq=True)
+        self._angles: Tensor | tuple[Tensor, float] = angles(max_tokens, packed_seq=True)
         self.positions = slice(0)
 
     def get_rotary_seq_len(self, *_: Any) -> int:
         return 0  # forward() ignores it
 
-    def forward(self, *_: Any, **__: Any) -> Tensor:
-        return self._angles[self.positions]
+    def forward(self, *_: Any, **__: Any) -> Tensor | tuple[Tensor, float]:
+        return at_positions(self._angles, self.positions)
 
 
 class Decoder:
@@ -155,7 +158,8 @@ class Decoder:
         start, self._length = self._length, self._length + ids.shape[1]
         positions = torch.arange(start, self._length, device=ids.device).expand_as(ids)
         for chunk in self._chunks:
-            chunk.rotary_pos_emb.positions = slice(start, self._length)
+            for owner in rotated(chunk):
+                owner.rotary_pos_emb.positions = slice(start, self._length)
 
         stages, mine = self._pipeline.size(), self._pipeline.rank()
         ranks = dist.get_process_group_ranks(self._pipeline)
@@ -205,7 +209,8 @@ def _settings(chunks: Sequence[GPTModel], max_tokens: int) -> Iterator[tuple[Any
                 yield owner, flag, False
     for chunk in chunks:
         for layer in chunk.decoder.layers:
-            scale, window = chunk.config.softmax_scale, chunk.config.window_size
-            attention = _CachedAttention(max_tokens, scale, window and window[0] + 1)
-            yield layer.self_attention, "core_attention", attention
-        yield chunk, "rotary_pos_emb", _Rotary(chunk.rotary_pos_emb, max_tokens)
+            scale = getattr(layer.self_attention, "softmax_scale", chunk.config.softmax_scale)
+            window = chunk.config.window_size and chunk.config.window_size[0] + 1
+            yield layer.self_attention, "core_attention", _CachedAttention(max_tokens, scale, window)
+        for owner in rotated(chunk):
+            yield owner, "rotary_pos_emb", _Rotary(owner.rotary_pos_emb, max_tokens)
