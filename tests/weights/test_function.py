@@ -16,16 +16,27 @@ from launch import REPO
 from megatron_fspo.config.sections import LoRA
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.state.checkpoint import _check_function
-from megatron_fspo.weights import Adapters, Architecture, architecture, read_architecture
-from megatron_fspo.weights.architecture import NEUTRAL_KEYS, SUPPORTED, Experts
+from megatron_fspo.weights import Adapters, Architecture, hf_config, read_architecture
+from megatron_fspo.weights.architecture import Experts, LatentAttention, Yarn
+from megatron_fspo.weights.hf_config import NEUTRAL_KEYS, SUPPORTED
 
 WHOLE = replace(
     read_architecture(REPO / "examples/make_sum/checkpoint"),
     rope_factor=8.0,
     experts=Experts(count=4, per_token=2, ffn_size=8, normalize_top_k=True),
     adapters=Adapters(rank=4, scale=2.0, targets=("q", "v")),
+    latent=LatentAttention(q_rank=4, kv_rank=4, rope_size=2, value_size=4),
+    yarn=Yarn(factor=4.0, original_length=64, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
+    window=32,
+    attention_scale=0.5,
 )
-WITHOUT_EFFECT = {"dtype": torch.float16, "fp8_block": (128, 128), "max_position_embeddings": 7}
+PARTS = ("experts", "adapters", "latent", "yarn")
+WITHOUT_EFFECT = {
+    "dtype": torch.float16,
+    "fp8_block": (128, 128),
+    "max_position_embeddings": 7,
+    "unused_layers": 1,
+}
 
 
 def other(value: Any) -> Any:
@@ -42,8 +53,8 @@ def test_every_field_counts_but_three(name: str) -> None:
         assert replace(WHOLE, **{name: WITHOUT_EFFECT[name]}).function() == WHOLE.function()
         return
     value = getattr(WHOLE, name)
-    changes = [None] if value is None or name in ("experts", "adapters", "rope_factor") else []
-    if name in ("experts", "adapters"):
+    changes = [None] if name in (*PARTS, "rope_factor", "window", "attention_scale") else []
+    if name in PARTS:
         changes += [replace(value, **{one.name: other(getattr(value, one.name))}) for one in fields(value)]
     else:
         changes.append(other(value))
@@ -86,6 +97,6 @@ def test_every_key_of_a_family_is_honoured_refused_or_neutral(
     written["head_dim"] = 8
     written["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
     (tmp_path / "config.json").write_text(json.dumps({**written, "sliding_window": None}, default=str))
-    monkeypatch.setattr(architecture, "json", SimpleNamespace(loads=lambda text: Spy(json.loads(text))))
+    monkeypatch.setattr(hf_config, "json", SimpleNamespace(loads=lambda text: Spy(json.loads(text))))
     read_architecture(tmp_path)
     assert written.keys() - read - NEUTRAL_KEYS == set()

@@ -31,11 +31,15 @@ from megatron_fspo.weights import (
     write_hf_checkpoint,
     write_megatron_checkpoint,
 )
-from megatron_fspo.weights.architecture import SUPPORTED
+from megatron_fspo.weights.hf_config import SUPPORTED
 
 FAMILIES = SUPPORTED
 LAYERS, HIDDEN, FFN, HEAD_DIM, VOCAB = 2, 20, 24, 6, 1237
 EXPERTS = 3
+_SIGMOID = {
+    "n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+}  # fmt: skip
 _OWN: dict[str, dict] = {
     "llama": {
         "hidden_size": 32,
@@ -52,6 +56,19 @@ _OWN: dict[str, dict] = {
         "moe_intermediate_size": 10, "norm_topk_prob": True,
     },
     "mixtral": {"hidden_size": 32, "num_local_experts": EXPERTS, "num_experts_per_tok": 2},
+    "mistral": {"hidden_size": 32, "sliding_window": 16},
+    "phi3": {"hidden_size": 32, "pad_token_id": 0},
+    "granite": {"hidden_size": 32, "residual_multiplier": 0.5},
+    "glm4": {"hidden_size": 32, "head_dim": 8, "pad_token_id": 0},
+    "qwen2_moe": {
+        "hidden_size": 32, "num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 10,
+        "shared_expert_intermediate_size": 12,
+    },
+    "glm4_moe": {**_SIGMOID, "hidden_size": 32, "head_dim": 8, "attention_bias": True, "use_qk_norm": True},
+    "deepseek_v3": {
+        **_SIGMOID, "hidden_size": 32, "q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4, "v_head_dim": 8,
+    },
 }  # fmt: skip
 
 
@@ -75,7 +92,8 @@ def save_model(
     torch.manual_seed(heads + kv_heads + tied)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
-        for parameter in model.parameters():
+        biases = [buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
+        for parameter in (*model.parameters(), *biases):
             parameter.normal_()
             parameter.flatten()[0] = -0.0
             parameter.flatten()[1] = 3e-40  # subnormal, and in half precision nothing
