@@ -49,7 +49,7 @@ def transformer_config(
         num_query_groups=arch.num_kv_heads,
         normalization="RMSNorm",
         layernorm_epsilon=arch.rms_norm_eps,
-        add_qkv_bias=arch.qkv_bias,
+        add_qkv_bias=has_parameter(arch, "self_attention.linear_qkv.bias"),
         softmax_scale=arch.attention_scale,
         window_size=None if arch.window is None else (arch.window - 1, 0),
         rotary_interleaved=arch.rotary_interleaved,
@@ -103,7 +103,8 @@ def _attention(arch: Architecture) -> dict[str, Any]:
     """Return the settings for heads."""
     latent, yarn = arch.latent, arch.yarn
     if latent is None:
-        return {"kv_channels": arch.head_dim, "qk_layernorm": arch.qk_norm}
+        normed = has_parameter(arch, "self_attention.q_layernorm.weight")
+        return {"kv_channels": arch.head_dim, "qk_layernorm": normed}
     stretched = (
         {
             "rotary_scaling_factor": yarn.factor,
