@@ -51,7 +51,8 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
         raise config.error("model_type", f"is {family!r}; supported: {', '.join(SUPPORTED)}")
     _refuse_unsupported(config, family)
     latent = _latent(config) if family == "deepseek_v3" else None
-    factors: dict[str, Any] = {name: config.factor(key) for name, key in _GRANITE.items()}
+    scaled = _GRANITE if family == "granite" else {}
+    factors: dict[str, Any] = {name: config.factor(key) for name, key in scaled.items()}
     arch = Architecture(
         model_type=family,
         num_layers=config.size("num_hidden_layers", most=10_000),
@@ -69,7 +70,7 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
         rotary_share=_rotary_share(config, family),
         rotary_interleaved=family == "glm4",
         window=config.size("sliding_window") if _has_window(config, family) else None,
-        **(factors if family == "granite" else {}),
+        **factors,
         qkv_bias=family == "qwen2"
         or (family in _GLM and config.optional("attention_bias") is True)
         or (family == "qwen2_moe" and config.optional("qkv_bias") is not False),
