@@ -5,8 +5,8 @@ Layers have two implementations. ``local``: our layers on Megatron's local speci
 traces (``benchmarks/trace_layouts.py``). ``transformer_engine``, compared with traces: fused norm and linear,
 fused RoPE and SwiGLU, and attention that saves q, k, v, its output and a log-sum-exp per row. Experts use
 Megatron's all-to-all dispatcher, with tokens spread evenly over the ranks. The log-prob head uses the chunks
-or the kernels of :mod:`megatron_fspo.parallel.head`. Latent attention and shared experts are from reading
-Megatron's code, not measured.
+or the kernels of :mod:`megatron_fspo.parallel.head`. For latent attention and shared experts, only
+``local`` was compared, with small models.
 
 A plan assumes full packs. With full recompute, all layers save only their input, except one at a time.
 """
@@ -86,7 +86,7 @@ def _attention(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
         wide = width if shape.device == "cuda" else 2 * _FP32
         yield KeptTensor("latent q, k and v into their norms", ranks * wide + keys, ranks * width + keys)
         yield KeptTensor("latent q, k and v, into linears", ranks * width, ranks * _product_width(shape))
-    normed = has_parameter(arch, "self_attention.q_layernorm.weight")
+    normed = arch.qk_norm
     if normed:
         stats = t * (arch.num_heads + arch.num_kv_heads) / tp * _FP32
         # On a GPU the local norm saves a view of the linear's output; Transformer Engine's saves a copy.
@@ -101,7 +101,9 @@ def _attention(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
     viewed = viewed and arch.latent is None  # which copies all three
     product = t * (q + 2 * kv) * width
     yield KeptTensor("q, k and v from their linear", product if viewed else 0, 0)
-    yield KeptTensor("v, into attention", t * v * width if arch.latent and context == 1 else 0, t * v * width)
+    # Our attention pads latent values to the size of keys.
+    padded = t * kv * width if arch.latent and context == 1 else 0
+    yield KeptTensor("v, into attention", padded, t * v * width)
     yield KeptTensor("cos and sin of q and of k", 4 * t * _rotated(shape) * width, 0)
     yield KeptTensor("q after RoPE", t * q * width, t * q * width)
     if context == 1:
@@ -111,7 +113,7 @@ def _attention(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
         masks = sum(length * length for length in pack.lengths) / context
         yield KeptTensor("masks", masks * width, 0)
     yield KeptTensor("log-sum-exp", t * heads * _FP32, t * heads * _FP32)
-    yield KeptTensor("attention's output, by sequence", t * out * width, 0)
+    yield KeptTensor("attention's output, by sequence", t * q * width, 0)
     yield KeptTensor("attention's output, into a linear", t * out * width, t * out * width)
 
 
@@ -142,6 +144,9 @@ def _mlp(shape: Shape, pack: PlannedPack, experts: bool) -> Iterator[KeptTensor]
         yield KeptTensor("router's logits and probabilities", scores, scores)
         tokens = _routed(shape, pack) * arch.hidden_size * width
         yield KeptTensor("tokens at their experts", tokens, tokens)
+    if experts and has_parameter(arch, "mlp.shared_experts.gate_weight"):
+        shared = between(shape, pack) * arch.hidden_size * width
+        yield KeptTensor("the shared expert's output, into its gate", shared, shared)
     yield KeptTensor("gate and up", 2 * values * width, 2 * values * width)
     yield KeptTensor("silu(gate)", values * width, 0)
     yield KeptTensor("up, into the product", values * width, 0)
