@@ -192,7 +192,7 @@ def cache_bytes(policy: Policy, rows: int, tokens: int) -> int:
     with decoder.session(slots=rows, max_tokens=tokens):
         decoder.feed([[1, 2]] * rows)
         layers = [layer for chunk in policy.chunks for layer in chunk.decoder.layers]
-        return sum(layer.self_attention.core_attention.cache.nbytes for layer in layers)
+        return sum(x.nbytes for layer in layers for x in layer.self_attention.core_attention.cache)
 
 
 def sent_bytes(policy: Policy) -> int:

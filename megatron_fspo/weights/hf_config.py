@@ -51,6 +51,8 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
         raise config.error("model_type", f"is {family!r}; supported: {', '.join(SUPPORTED)}")
     _refuse_unsupported(config, family)
     latent = _latent(config) if family == "deepseek_v3" else None
+    scaled = _GRANITE if family == "granite" else {}
+    factors: dict[str, Any] = {name: config.factor(key) for name, key in scaled.items()}
     arch = Architecture(
         model_type=family,
         num_layers=config.size("num_hidden_layers", most=10_000),
@@ -68,14 +70,14 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
         rotary_share=_rotary_share(config, family),
         rotary_interleaved=family == "glm4",
         window=config.size("sliding_window") if _has_window(config, family) else None,
-        **({name: config.factor(key) for name, key in _GRANITE.items()} if family == "granite" else {}),
+        **factors,
         qkv_bias=(family in _GLM and config.optional("attention_bias") is True)
         or (family == "qwen2_moe" and config.optional("qkv_bias") is not False),
         qk_norm=family == "glm4_moe" and config.optional("use_qk_norm") is True,
         latent=latent,
         experts=_experts(config, family),
         max_position_embeddings=config.size("max_position_embeddings"),
-        unused_layers=config.optional("num_nextn_predict_layers") or config.optional("num_mtp_layers") or 0,
+        unused_layers=_unused_layers(config),
         dtype=_dtype(config),
         fp8_block=_fp8_block(config),
     )
@@ -168,7 +170,7 @@ def _refuse_unsupported(config: _Config, family: str) -> None:
 
 def _has_window(config: _Config, family: str) -> bool:
     """Return True if tokens attend to a window. Other families have the key without using it."""
-    return family in _WITH_WINDOW and config.optional("sliding_window") is not None
+    return config.optional("sliding_window") is not None and family in _WITH_WINDOW
 
 
 def _head_dim(config: _Config, latent: LatentAttention | None) -> int:
@@ -183,13 +185,27 @@ def _head_dim(config: _Config, latent: LatentAttention | None) -> int:
     return hidden // heads
 
 
+def _unused_layers(config: _Config) -> int:
+    """Read the number of layers that predict further tokens; transformers 5 writes the second name."""
+    keys = [key for key in ("num_nextn_predict_layers", "num_mtp_layers") if config.optional(key)]
+    return config.size(keys[0], most=100) if keys else 0
+
+
 def _latent(config: _Config) -> LatentAttention:
     if config.optional("rope_interleave") is False:
         raise config.error("rope_interleave", "is false; only true is supported")
+    rope = config.size("qk_rope_head_dim")
+    for key, only in {
+        "num_key_value_heads": config.size("num_attention_heads"),
+        "qk_head_dim": config.size("qk_nope_head_dim") + rope,
+        "head_dim": rope,  # transformers 5 writes it so
+    }.items():
+        if config.optional(key) not in (None, only):
+            raise config.error(key, f"is {config.values[key]!r:.50}; with latent attention it must be {only}")
     return LatentAttention(
         q_rank=None if config.optional("q_lora_rank") is None else config.size("q_lora_rank"),
         kv_rank=config.size("kv_lora_rank"),
-        rope_size=config.size("qk_rope_head_dim"),
+        rope_size=rope,
         value_size=config.size("v_head_dim"),
     )
 
@@ -285,7 +301,8 @@ def _yarn(config: _Config, family: str) -> Yarn | None:
                 raise config.error(key, "has attention_factor or truncate, which is not supported")
             names = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
             values = {name: config.positive(f"{key}.{name}", rope.get(name)) for name in names}
-            length = config.positive(f"{key}.original", rope.get("original_max_position_embeddings"))
+            name = "original_max_position_embeddings"
+            length = config.positive(f"{key}.{name}", rope.get(name))
             return Yarn(original_length=int(length), **values)
     return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -63,25 +63,27 @@ _QK_NORM = tuple(
 )
 _OPTIONAL_QK_NORM = tuple(replace(row, when=attrgetter("qk_norm")) for row in _QK_NORM)
 _ATTENTION = (*_ENDS, _before("linear_qkv"), _qkv("weight", "hidden_size"), _OUT)
+_LOW_RANK: tuple[tuple[bool, str, str, tuple[Size, ...], Callable[[Architecture], object]], ...] = (
+    (True, "q_down_proj", "q_a_proj", ("q_rank", "hidden_size"), attrgetter("q_rank")),
+    (False, "q_up_proj", "q_b_proj", ("q_size", "q_rank"), attrgetter("q_rank")),
+    (False, "q_proj", "q_proj", ("q_size", "hidden_size"), lambda arch: not arch.q_rank),
+    (True, "kv_down_proj", "kv_a_proj_with_mqa", ("kv_down_size", "hidden_size"), bool),
+    (False, "kv_up_proj", "kv_b_proj", ("kv_up_size", "kv_rank"), bool),
+)
+_RANKS: tuple[tuple[str, Size], ...] = (("q", "q_rank"), ("kv", "kv_rank"))
 _LATENT = (
     *_ENDS,
     _row("replicated", f"{_M}input_layernorm.weight", _hf(f"{_H}input_layernorm.weight", "hidden_size")),
     *(
         _row("replicated" if down else "column", f"{_M}self_attention.linear_{megatron}.weight",
              _hf(f"{_H}self_attn.{hf}.weight", *sizes), when=when)
-        for down, megatron, hf, sizes, when in (
-            (True, "q_down_proj", "q_a_proj", ("q_rank", "hidden_size"), attrgetter("q_rank")),
-            (False, "q_up_proj", "q_b_proj", ("q_size", "q_rank"), attrgetter("q_rank")),
-            (False, "q_proj", "q_proj", ("q_size", "hidden_size"), lambda arch: not arch.q_rank),
-            (True, "kv_down_proj", "kv_a_proj_with_mqa", ("kv_down_size", "hidden_size"), bool),
-            (False, "kv_up_proj", "kv_b_proj", ("kv_up_size", "kv_rank"), bool),
-        )
+        for down, megatron, hf, sizes, when in _LOW_RANK
     ),
     *(
         _row("replicated", f"{_M}self_attention.{one}_layernorm.weight"
              f" | {_M}self_attention.linear_{one}_up_proj.layer_norm_weight",
              _hf(f"{_H}self_attn.{one}_a_layernorm.weight", size), when=attrgetter(size))
-        for one, size in (("q", "q_rank"), ("kv", "kv_rank"))
+        for one, size in _RANKS
     ),
     _OUT,
 )

@@ -82,34 +82,86 @@ def gated(gate: Tensor, up: Tensor, tp: int) -> Chunks:
     return by_rows([*gate.chunk(tp), *up.chunk(tp)])
 
 
+def attention_chunks(hf: dict[str, Tensor], at: str, tp: int, heads: int, groups: int) -> dict[str, Chunks]:
+    if f"{at}self_attn.kv_b_proj.weight" in hf:  # heads of a column are in order; all else is on every rank
+        names = {"q_down": "q_a_proj", "q_up": "q_b_proj", "kv_down": "kv_a_proj_with_mqa"}
+        found = {"input_layernorm.weight": by_rows([hf[f"{at}input_layernorm.weight"]])}
+        for ours, theirs in (names | {"kv_up": "kv_b_proj"}).items():
+            matrix = hf[f"{at}self_attn.{theirs}.weight"]
+            parts = matrix.chunk(tp if "up" in ours else 1)
+            found[f"self_attention.linear_{ours}_proj.weight"] = by_rows([*parts])
+        for x in ("q", "kv"):
+            norm = hf[f"{at}self_attn.{x}_a_layernorm.weight"]
+            found[f"self_attention.linear_{x}_up_proj.layer_norm_weight"] = by_rows([norm])
+        return found
+    found = {
+        "self_attention.linear_qkv.layer_norm_weight": by_rows([hf[f"{at}input_layernorm.weight"]]),
+        "self_attention.linear_qkv.weight": by_rows([*fuse(hf, at, "weight", heads, groups).chunk(tp)]),
+    }
+    if f"{at}self_attn.q_proj.bias" in hf:
+        bias = fuse(hf, at, "bias", heads, groups)
+        found["self_attention.linear_qkv.bias"] = by_rows([*bias.chunk(tp)])
+    for x in "qk":
+        if f"{at}self_attn.{x}_norm.weight" in hf:
+            found[f"self_attention.{x}_layernorm.weight"] = by_rows([hf[f"{at}self_attn.{x}_norm.weight"]])
+    return found
+
+
+def mlp_chunks(hf: dict[str, Tensor], at: str, name: str, tp: int) -> dict[str, Chunks]:
+    gate, up, down = (hf[f"{at}.{x}_proj.weight"] for x in ("gate", "up", "down"))
+    return {
+        f"{name}.linear_fc1.weight": gated(gate, up, tp),
+        f"{name}.linear_fc2.weight": by_columns(down, tp),
+    }
+
+
+# On every rank, where a model has it.
+WHOLE = {
+    "post_self_attn_layernorm.weight": "self_attn_bda.norm.weight",
+    "post_mlp_layernorm.weight": "mlp_bda.norm.weight",
+    "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
+    "mlp.shared_expert_gate.weight": "mlp.shared_experts.gate_weight",
+}
+
+
 def layer_chunks(hf: dict[str, Tensor], layer: int, tp: int, heads: int, groups: int) -> dict[str, Chunks]:
     """What a layer saves, by the end of its key, without the dimensions of layers and experts."""
     at = f"model.layers.{layer}."
     moe = f"{at}mlp.gate.weight" in hf
     found: dict[str, Chunks] = {
-        "self_attention.linear_qkv.layer_norm_weight": by_rows([hf[f"{at}input_layernorm.weight"]]),
-        "self_attention.linear_qkv.weight": by_rows([*fuse(hf, at, "weight", heads, groups).chunk(tp)]),
+        **attention_chunks(hf, at, tp, heads, groups),
         "self_attention.linear_proj.weight": by_columns(hf[f"{at}self_attn.o_proj.weight"], tp),
         ("pre_mlp_layernorm.weight" if moe else "mlp.linear_fc1.layer_norm_weight"): by_rows(
             [hf[f"{at}post_attention_layernorm.weight"]]
         ),
     }
-    if f"{at}self_attn.q_proj.bias" in hf:
-        bias = fuse(hf, at, "bias", heads, groups)
-        found["self_attention.linear_qkv.bias"] = by_rows([*bias.chunk(tp)])
-    if f"{at}self_attn.q_norm.weight" in hf:
-        for x in "qk":
-            found[f"self_attention.{x}_layernorm.weight"] = by_rows([hf[f"{at}self_attn.{x}_norm.weight"]])
+    found |= {ours: by_rows([hf[at + theirs]]) for theirs, ours in WHOLE.items() if at + theirs in hf}
     if not moe:
-        found["mlp.linear_fc1.weight"] = gated(*(hf[f"{at}mlp.{x}_proj.weight"] for x in ("gate", "up")), tp)
-        found["mlp.linear_fc2.weight"] = by_columns(hf[f"{at}mlp.down_proj.weight"], tp)
-        return found
+        return found | mlp_chunks(hf, f"{at}mlp", "mlp", tp)
     found["mlp.router.weight"] = by_rows([hf[f"{at}mlp.gate.weight"]])
+    for shared in ("shared_expert", "shared_experts"):
+        if f"{at}mlp.{shared}.up_proj.weight" in hf:
+            found |= mlp_chunks(hf, f"{at}mlp.{shared}", "mlp.shared_experts", tp)
     for expert in range(EXPERTS):
-        gate, up, down = (hf[f"{at}mlp.experts.{expert}.{x}_proj.weight"] for x in ("gate", "up", "down"))
-        for name, chunks in (("linear_fc1", gated(gate, up, tp)), ("linear_fc2", by_columns(down, tp))):
-            whole = found.setdefault(f"mlp.experts.experts.{name}.weight", [])
-            whole += [((expert, *place), part[None]) for place, part in chunks]
+        for name, chunks in mlp_chunks(hf, f"{at}mlp.experts.{expert}", "mlp.experts.experts", tp).items():
+            found[name] = found.get(name, []) + [((expert, *place), part[None]) for place, part in chunks]
+    return found
+
+
+def unfused(hf: dict[str, Tensor], heads: int, groups: int) -> dict[str, Tensor]:
+    """Mixtral's names, and what Phi-3 and GLM-4 have as one tensor, as in other families."""
+    mixtral = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    found = {}
+    for name, x in hf.items():
+        if "qkv_proj" in name:
+            size = x.shape[0] // (heads + 2 * groups)
+            parts = zip("qkv", x.split([heads * size, groups * size, groups * size]), strict=True)
+            found |= {name.replace("qkv_proj", f"{part}_proj"): values for part, values in parts}
+        elif "gate_up_proj" in name:
+            parts = zip(("gate_proj", "up_proj"), x.chunk(2), strict=True)
+            found |= {name.replace("gate_up_proj", part): values for part, values in parts}
+        else:
+            found[".".join(mixtral.get(word, word) for word in name.split("."))] = x
     return found
 
 
@@ -138,10 +190,10 @@ def model_chunks(
     """The whole model for :func:`save_distcp`.
 
     ``how`` says where the layers are: ``stacked`` along a dimension, ``numbered`` in the keys, or all in one
-    chunk that ``spans`` them.
+    chunk that ``spans`` them. Megatron numbers layers that differ, whatever it is told.
     """
-    mixtral = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-    hf = {".".join(mixtral.get(word, word) for word in name.split(".")): x for name, x in hf.items()}
+    hf = unfused(hf, heads, groups)
+    differ = "model.layers.0.mlp.up_proj.weight" in hf and "model.layers.1.mlp.gate.weight" in hf
     chunks: dict[str, Chunks] = {
         "embedding.word_embeddings.weight": vocabulary(hf["model.embed_tokens.weight"], tp),
         "decoder.final_layernorm.weight": by_rows([hf["model.norm.weight"]]),
@@ -150,7 +202,7 @@ def model_chunks(
         chunks["output_layer.weight"] = vocabulary(hf["lm_head.weight"], tp)
     for layer in range(LAYERS):
         for key, held in layer_chunks(hf, layer, tp, heads, groups).items():
-            if how == "numbered":
+            if differ or how == "numbered":
                 chunks[f"decoder.layers.{layer}.{key}"] = held
             else:
                 stacked = [((layer, *place), part[None]) for place, part in held]

@@ -71,7 +71,7 @@ CONFIGS: list[tuple[str, Any]] = [
     ("rope_theta", 5e5),  # rope_parameters has another
     ("rope_parameters", "default"),
     ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e6}),
-    ("rope_parameters", {"rope_theta": 1e6, "partial_rotary_factor": 0.5}),
+    ("partial_rotary_factor", 0.5),
     ("rope_scaling", {"type": "linear", "factor": 2.0}),
     ("dtype", "int8"),
     ("dtype", ...),
@@ -106,7 +106,7 @@ def test_config_of_transformers_4_and_5_read_the_same(folder: Path) -> None:
     assert read_architecture(folder) == five
     assert five == Architecture(
         model_type="qwen3", num_layers=2, hidden_size=20, num_heads=4, num_kv_heads=2, head_dim=6,
-        ffn_size=24, vocab_size=1237, tied=False, rms_norm_eps=1e-6, rope_theta=1e4,
+        ffn_size=24, vocab_size=1237, tied=False, rms_norm_eps=1e-6, rope_theta=1e4, qk_norm=True,
         max_position_embeddings=128, dtype=torch.float32,
     )  # fmt: skip
 
@@ -209,11 +209,34 @@ def test_experts_are_counted(sound: Path, tmp_path: Path, damage: Damage) -> Non
     refused(lambda: to_megatron(folder, tmp_path / "out"), tmp_path, str(folder), EXPERT)
 
 
-def test_mixtral_without_full_attention_is_refused(tmp_path: Path) -> None:
+def test_mixtral_may_have_a_window(tmp_path: Path) -> None:
     save_model(tmp_path / "mixtral", "mixtral")
-    assert read_architecture(tmp_path / "mixtral").experts is not None
+    assert read_architecture(tmp_path / "mixtral").window is None
     edit_config(tmp_path / "mixtral", sliding_window=4096)
-    refused(lambda: read_architecture(tmp_path / "mixtral"), tmp_path, "sliding_window")
+    assert read_architecture(tmp_path / "mixtral").window == 4096
+
+
+MTP = "model.layers.2."
+FURTHER = {f"{MTP}eh_proj.weight": 2, f"{MTP}shared_head.norm.weight": 1, f"{MTP}self_attn.o_proj.weight": 2}
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, family: str) -> None:
+    folder = tmp_path / "hf"
+    original = save_model(folder, family)
+    further = {
+        name: torch.full((3,) * dims, torch.nan, dtype=torch.float64) for name, dims in FURTHER.items()
+    }
+    save_file(original | further, folder / ONE)
+    edit_config(folder, num_nextn_predict_layers=..., num_mtp_layers=...)
+    refused(lambda: to_megatron(folder, tmp_path / "out"), tmp_path, ONE, f"has {MTP}")
+    edit_config(folder, num_nextn_predict_layers=1)
+    to_megatron(folder, tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert_bits(tensors_of(tmp_path / "back"), original)
+    beyond = {f"{MTP.replace('2', '3')}eh_proj.weight": torch.ones(3)}
+    save_file(original | further | beyond, folder / ONE)
+    refused(lambda: to_megatron(folder, tmp_path / "out"), tmp_path, ONE, *beyond)
 
 
 def test_sharded_files_load_like_one(folder: Path) -> None:

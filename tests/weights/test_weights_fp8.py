@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from weights_helpers import (
     FAMILIES,
@@ -44,7 +44,7 @@ def save_fp8(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16) -> 
     original = save_model(folder, family)
     stored, meant = {}, {}
     for name, tensor in original.items():
-        if not name.endswith("_proj.weight"):
+        if not name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
             stored[name] = meant[name] = tensor.to(dtype)
             continue
         stored[name] = (tensor * 100).to(torch.float8_e4m3fn)
@@ -87,6 +87,22 @@ def test_fp8_converts_to_plain_floats(tmp_path: Path, family: str, monkeypatch: 
         assert "quantization_config" not in config
         assert config["dtype"] == "bfloat16"
         assert read_architecture(tmp_path / folder) == arch
+
+
+def test_scales_of_deepseeks_own_names_belong_to_their_weights(tmp_path: Path) -> None:
+    """With blocks that end inside of a tensor, among them the layer that predicts further tokens."""
+    meant = save_fp8(tmp_path, "deepseek_v3")
+    stored = load_file(tmp_path / "model.safetensors")
+    scaled = {name.removesuffix("_scale_inv") for name in stored if name.endswith("_scale_inv")}
+    attention = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    assert {name.split(".")[-2] for name in scaled if "self_attn" in name} == attention
+    assert "model.layers.1.mlp.gate.weight" not in scaled
+    further = {f"model.layers.2.{name.split('.', 3)[3]}": x for name, x in stored.items() if ".1." in name}
+    save_file(stored | {name: x.clone() for name, x in further.items()}, tmp_path / "model.safetensors")
+    edit_config(tmp_path, num_nextn_predict_layers=1)
+    to_megatron(tmp_path, tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert_bits(tensors_of(tmp_path / "back"), meant)
 
 
 def test_fp8_is_written_to_a_plain_checkpoint_directly(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from weights_helpers import (
     VOCAB,
     assert_bits,
     export,
+    latent_shapes,
     load_ranks,
     megatron_shapes,
     save_model,
@@ -87,6 +88,30 @@ def test_shards_follow_megatrons_rules(tmp_path: Path, tp: int) -> None:
         assert table[VOCAB:].shape == (PADDED[tp] - VOCAB, HIDDEN)
         assert not table[VOCAB:].any()
     assert all(torch.equal(rank["decoder.final_layernorm.weight"], hf["model.norm.weight"]) for rank in ranks)
+
+
+@pytest.mark.parametrize("te", [False, True], ids=["local", "te"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_latent_attention_and_a_dense_layer_go_to_their_places(tmp_path: Path, tp: int, te: bool) -> None:
+    hf = save_model(tmp_path, "deepseek_v3", heads=4, kv_heads=4)
+    shapes = latent_shapes(tp, PADDED[tp])
+    if te:
+        for old, new in (
+            ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
+            ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
+            ("layers.0.pre_mlp_layernorm.", "layers.0.mlp.linear_fc1.layer_norm_"),
+        ):
+            shapes = {name.replace(old, new): shape for name, shape in shapes.items()}
+    ranks, loaded = load_ranks(tmp_path, shapes, tp, PADDED[tp])
+    check_coverage(loaded, read_architecture(tmp_path))
+    exported = export(tmp_path, ranks)
+    assert len(exported) == len(hf)
+    assert_bits(dict(exported), hf)
+    heads = 4 // tp  # of a rank, each with an unrotated key of 6 and a value of 8
+    kv = hf["model.layers.1.self_attn.kv_b_proj.weight"].view(4, 6 + 8, 12)
+    for rank, found in enumerate(ranks):
+        held = found["decoder.layers.1.self_attention.linear_kv_up_proj.weight"]
+        assert torch.equal(held, kv[rank * heads : (rank + 1) * heads].flatten(0, 1))
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -199,8 +224,9 @@ def layouts(draw) -> tuple[Architecture, int, int]:
     tp = draw(st.sampled_from([1, 2, 3, 4, 8]))
     kv_heads = tp * draw(st.integers(1, 3))
     vocab = draw(st.integers(1, 50))
+    family = draw(st.sampled_from(["qwen3", "phi3"]))
     arch = Architecture(
-        model_type="qwen3", num_layers=LAYERS, hidden_size=draw(st.integers(1, 9)),
+        model_type=family, qk_norm=family == "qwen3", num_layers=LAYERS, hidden_size=draw(st.integers(1, 9)),
         num_heads=kv_heads * draw(st.sampled_from([1, 2, 3, 8])), num_kv_heads=kv_heads,
         head_dim=draw(st.integers(1, 5)), ffn_size=tp * draw(st.integers(1, 5)), vocab_size=vocab,
         tied=draw(st.booleans()), rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=64,
@@ -220,21 +246,23 @@ def test_shards_round_trip_for_any_sizes(layout: tuple[Architecture, int, int]) 
         count += size
     back = {}
     for name in megatron_shapes(4, 2, 1, 1280, tied=False):
+        if name.endswith(("q_layernorm.weight", "k_layernorm.weight")) and not arch.qk_norm:
+            continue
         row = resolve(name, arch)
         shape = shard_shape(row, arch, tp, padded)
-        shards = []
+        shards, files = [], row.files(arch)
         for rank in range(tp):
             slices = shard_slices(row, arch, rank, tp, padded)
             for tensor, part in zip(row.hf, slices, strict=True):
-                assert all(s.start <= s.stop <= n for s, n in zip(part, tensor.shape(arch), strict=True))
+                assert all(s.start <= s.stop <= n for s, n in zip(part, files[tensor.name], strict=True))
             parts = [state[t.name][part] for t, part in zip(row.hf, slices, strict=True)]
             shards.append(to_megatron_shard(row, parts, arch, shape))
             assert tuple(shards[-1].shape) == shape
-        whole = sum(state[tensor.name].numel() for tensor in row.hf)
+        whole = sum(state[file].numel() for file in files)
         assert sum(int(s.count_nonzero()) for s in shards) == whole * (
             tp if row.layout == "replicated" else 1
         )
-        back |= {t.name: v for t, v in zip(row.hf, from_megatron_shards(row, shards, arch), strict=True)}
+        back |= dict(zip(files, from_megatron_shards(row, shards, arch), strict=True))
     assert_bits(back, state)
 
 

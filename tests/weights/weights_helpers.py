@@ -87,7 +87,8 @@ def save_model(
 
     config = AutoConfig.for_model(
         family, vocab_size=VOCAB, intermediate_size=24, num_hidden_layers=2, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, tie_word_embeddings=tied, **_OWN[family],
+        num_key_value_heads=heads if family == "deepseek_v3" else kv_heads, tie_word_embeddings=tied,
+        **_OWN[family],
     )  # fmt: skip
     torch.manual_seed(heads + kv_heads + tied)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -206,6 +207,41 @@ def megatron_shapes(
     return shapes
 
 
+def latent_shapes(tp: int, padded: int) -> dict[str, tuple[int, ...]]:
+    """The same of the DeepSeek-V3 of :data:`_OWN` with 4 heads; layer 0 is dense, layer 1 has experts."""
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (padded // tp, 32)}
+    for layer in range(LAYERS):
+        at = f"decoder.layers.{layer}."
+        shapes |= {
+            at + "input_layernorm.weight": (32,),
+            at + "self_attention.linear_proj.weight": (32, 4 * 8 // tp),
+            at + "self_attention.linear_q_down_proj.weight": (10, 32),
+            at + "self_attention.linear_q_up_proj.weight": (4 * (6 + 4) // tp, 10),
+            at + "self_attention.linear_kv_down_proj.weight": (12 + 4, 32),
+            at + "self_attention.linear_kv_up_proj.weight": (4 * (6 + 8) // tp, 12),
+            at + "self_attention.q_layernorm.weight": (10,),
+            at + "self_attention.kv_layernorm.weight": (12,),
+            at + "pre_mlp_layernorm.weight": (32,),
+        }
+        if layer == 0:
+            shapes |= {
+                at + "mlp.linear_fc1.weight": (48 // tp, 32),
+                at + "mlp.linear_fc2.weight": (32, 24 // tp),
+            }
+            continue
+        shapes |= {
+            at + "mlp.router.weight": (EXPERTS, 32),
+            at + "mlp.router.expert_bias": (EXPERTS,),
+            at + "mlp.shared_experts.linear_fc1.weight": (20 // tp, 32),
+            at + "mlp.shared_experts.linear_fc2.weight": (32, 10 // tp),
+        }
+        for expert in range(EXPERTS):
+            shapes[at + f"mlp.experts.local_experts.{expert}.linear_fc1.weight"] = (20, 32)
+            shapes[at + f"mlp.experts.local_experts.{expert}.linear_fc2.weight"] = (32, 10)
+    last = {"decoder.final_layernorm.weight": (32,), "output_layer.weight": (padded // tp, 32)}
+    return shapes | last
+
+
 def load_ranks(
     folder: Path,
     shapes: dict[str, tuple[int, ...]],
@@ -239,7 +275,7 @@ def export(folder: Path, ranks: list[dict[str, Tensor]], layer_offset: int = 0) 
     def gather(shard: Tensor) -> list[Tensor]:
         name = next(name for name in names if name not in copies)
         assert shard.data_ptr() == ranks[0][name].data_ptr()
-        return [rank[name] for rank in ranks]
+        return [shard] if ".local_experts." in name else [rank[name] for rank in ranks]
 
     return list(iterate_hf_tensors(ranks[0].items(), read_architecture(folder), gather, layer_offset))
 

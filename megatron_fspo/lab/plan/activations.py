@@ -5,7 +5,8 @@ Layers have two implementations. ``local``: our layers on Megatron's local speci
 traces (``benchmarks/trace_layouts.py``). ``transformer_engine``, compared with traces: fused norm and linear,
 fused RoPE and SwiGLU, and attention that saves q, k, v, its output and a log-sum-exp per row. Experts use
 Megatron's all-to-all dispatcher, with tokens spread evenly over the ranks. The log-prob head uses the chunks
-or the kernels of :mod:`megatron_fspo.parallel.head`.
+or the kernels of :mod:`megatron_fspo.parallel.head`. For latent attention and shared experts, only
+``local`` was compared, with small models.
 
 A plan assumes full packs. With full recompute, all layers save only their input, except one at a time.
 """
@@ -46,15 +47,15 @@ class Activations:
     """Computation → bytes that it needs on top. Never two at a time."""
 
 
-def layer_tensors(shape: Shape, pack: PlannedPack) -> list[KeptTensor]:
-    """Return the tensors that a layer saves for one micro-batch without recompute."""
-    return [*_attention(shape, pack), *_mlp(shape, pack)]
+def layer_tensors(shape: Shape, pack: PlannedPack, experts: bool = False) -> list[KeptTensor]:
+    """Return what a layer, with experts or an MLP, saves for one micro-batch without recompute."""
+    return [*_attention(shape, pack), *_mlp(shape, pack, experts)]
 
 
-def layer_bytes(shape: Shape, pack: PlannedPack) -> float:
-    """Return the bytes that a layer saves for one micro-batch without recompute."""
-    local = shape.layers == "local"
-    return sum(tensor.local if local else tensor.transformer_engine for tensor in layer_tensors(shape, pack))
+def layer_bytes(shape: Shape, pack: PlannedPack, experts: bool = False) -> float:
+    """Return the bytes that such a layer saves for one micro-batch without recompute."""
+    kept = layer_tensors(shape, pack, experts)
+    return sum(one.local if shape.layers == "local" else one.transformer_engine for one in kept)
 
 
 def _norm(shape: Shape, pack: PlannedPack, name: str) -> Iterator[KeptTensor]:
@@ -76,8 +77,16 @@ def _attention(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
     context = shape.parallel.context
     t = pack.tokens / context
     q, kv, heads = arch.q_size / tp, arch.kv_size / tp, arch.num_heads / tp
+    out = arch.value_size / tp
+    v = out * arch.num_kv_heads / arch.num_heads
     yield from _norm(shape, pack, "first")
-    normed = has_parameter(arch, "self_attention.q_layernorm.weight")
+    if arch.latent:
+        ranks = between(shape, pack) * (arch.q_rank + arch.kv_rank)
+        keys = between(shape, pack) * arch.latent.rope_size * width
+        wide = width if shape.device == "cuda" else 2 * _FP32
+        yield KeptTensor("latent q, k and v into their norms", ranks * wide + keys, ranks * width + keys)
+        yield KeptTensor("latent q, k and v, into linears", ranks * width, ranks * _product_width(shape))
+    normed = arch.qk_norm
     if normed:
         stats = t * (arch.num_heads + arch.num_kv_heads) / tp * _FP32
         # On a GPU the local norm saves a view of the linear's output; Transformer Engine's saves a copy.
@@ -89,10 +98,13 @@ def _attention(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
     # The output of the linear stays while a view of it is saved. v is such a view, but Transformer Engine and
     # local context parallel copy it; then only a norm of k may still save a view.
     viewed = context == 1 or (normed and (width == _FP32 or shape.device == "cuda"))
+    viewed = viewed and arch.latent is None  # which copies all three
     product = t * (q + 2 * kv) * width
     yield KeptTensor("q, k and v from their linear", product if viewed else 0, 0)
-    yield KeptTensor("v, into attention", 0, t * kv * width)
-    yield KeptTensor("cos and sin of q and of k", 4 * t * arch.head_dim * width, 0)
+    # Our attention pads latent values to the size of keys.
+    padded = t * kv * width if arch.latent and context == 1 else 0
+    yield KeptTensor("v, into attention", padded, t * v * width)
+    yield KeptTensor("cos and sin of q and of k", 4 * t * _rotated(shape) * width, 0)
     yield KeptTensor("q after RoPE", t * q * width, t * q * width)
     if context == 1:
         yield KeptTensor("k after RoPE", t * kv * width, t * kv * width)
@@ -102,20 +114,39 @@ def _attention(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
         yield KeptTensor("masks", masks * width, 0)
     yield KeptTensor("log-sum-exp", t * heads * _FP32, t * heads * _FP32)
     yield KeptTensor("attention's output, by sequence", t * q * width, 0)
-    yield KeptTensor("attention's output, into a linear", t * q * width, t * q * width)
+    yield KeptTensor("attention's output, into a linear", t * out * width, t * out * width)
 
 
-def _mlp(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
+def _rotated(shape: Shape) -> float:
+    arch = shape.arch
+    return arch.latent.rope_size if arch.latent else arch.head_dim * arch.rotary_share
+
+
+def _hidden_values(shape: Shape, pack: PlannedPack, experts: bool) -> float:
+    """Return the values between the matrices of a layer's MLP, or of its experts and the shared one."""
+    arch = shape.arch
+    whole = arch.shared_ffn_size if experts else arch.ffn_size
+    values = pack.tokens / shape.parallel.context * whole / shape.parallel.tensor
+    return values + (_routed(shape, pack) * arch.expert_ffn_size if experts else 0)
+
+
+def _mlp(shape: Shape, pack: PlannedPack, experts: bool) -> Iterator[KeptTensor]:
     arch, width = shape.arch, shape.width
     yield from _norm(shape, pack, "second")
-    if arch.experts is None:
-        values = pack.tokens / shape.parallel.context * arch.ffn_size / shape.parallel.tensor
-    else:
-        values = _routed(shape, pack) * arch.experts.ffn_size
+    if has_parameter(arch, "mlp_bda.norm.weight"):
+        size = 2 * between(shape, pack) * arch.hidden_size
+        wide = size * (width if shape.device == "cuda" else 2 * _FP32)
+        yield KeptTensor("inputs of the norms after attention and MLP", wide, wide)
+    values = _hidden_values(shape, pack, experts)
+    if experts:
+        assert arch.experts is not None
         scores = 2 * between(shape, pack) * arch.experts.count * _FP32
         yield KeptTensor("router's logits and probabilities", scores, scores)
         tokens = _routed(shape, pack) * arch.hidden_size * width
         yield KeptTensor("tokens at their experts", tokens, tokens)
+    if experts and has_parameter(arch, "mlp.shared_experts.gate_weight"):
+        shared = between(shape, pack) * arch.hidden_size * width
+        yield KeptTensor("the shared expert's output, into its gate", shared, shared)
     yield KeptTensor("gate and up", 2 * values * width, 2 * values * width)
     yield KeptTensor("silu(gate)", values * width, 0)
     yield KeptTensor("up, into the product", values * width, 0)
@@ -133,18 +164,18 @@ def layer_input(shape: Shape, pack: PlannedPack) -> float:
     return between(shape, pack) * shape.arch.hidden_size * shape.width
 
 
-def layer_backward(shape: Shape, pack: PlannedPack) -> float:
+def layer_backward(shape: Shape, pack: PlannedPack, experts: bool = False) -> float:
     """Return the peak bytes that the backward of a layer adds to the saved tensors: gradients of activations
     and, in local layers, of one matrix. With experts, recomputing its forward adds more."""
     arch, tp = shape.arch, shape.parallel.tensor
     t = pack.tokens / shape.parallel.context
     hidden = between(shape, pack) * arch.hidden_size
-    if arch.experts is None:
-        values, matrix = t * arch.ffn_size / tp, arch.hidden_size * arch.ffn_size / tp
+    values = _hidden_values(shape, pack, experts)
+    if not experts:
+        matrix = arch.hidden_size * arch.ffn_size / tp
         most = 2 * values  # of gate and up
     else:
-        values = _routed(shape, pack) * arch.experts.ffn_size
-        matrix = arch.hidden_size * arch.experts.ffn_size
+        matrix = float(arch.hidden_size * arch.expert_ffn_size)
         # Tokens sent to the experts, those returned, and those sorted by sender.
         most = 3 * _routed(shape, pack) * arch.hidden_size
     if shape.layers == "local":
@@ -154,11 +185,11 @@ def layer_backward(shape: Shape, pack: PlannedPack) -> float:
 
 def kept(shape: Shape, stage: int, chunk: int, pack: PlannedPack) -> float:
     """Return the bytes that one micro-batch holds in a model chunk from its forward to its backward."""
-    arch, width = shape.arch, shape.width
-    hidden = layer_input(shape, pack)
-    one = hidden if shape.recompute else layer_bytes(shape, pack)
+    width, hidden = shape.width, layer_input(shape, pack)
     # Angles of RoPE, and the micro-batch.
-    total = shape.chunk_layers * one + max(pack.lengths) * arch.head_dim * _FP32
+    total = max(pack.lengths) * _rotated(shape) * _FP32
+    for experts, layers in shape.kinds(stage, chunk).items():
+        total += layers * (hidden if shape.recompute else layer_bytes(shape, pack, experts))
     total += _BATCH * pack.tokens / shape.parallel.context
     # Megatron's schedule keeps the input from the previous stage and the output to the next one. In fp32 and
     # with recompute, that input is also what the first layer saves.
@@ -190,15 +221,18 @@ def activations(shape: Shape, stage: int, pack: PlannedPack, micro_batches: int)
     if shape.parallel.pipeline > 1:  # received and sent tensors
         held += 2 * layer_input(shape, pack)
     held += _gathered(shape, pack)  # a buffer that Megatron keeps
+    kinds = {experts for chunk in range(virtual) for experts in shape.kinds(stage, chunk)}
     again = 0.0
-    if shape.recompute:
-        again = layer_bytes(shape, pack)
-        # Its input is held already, but a local layer's first norm saves one more in fp32. And its output.
-        if shape.layers == "local" and shape.width < _FP32:
-            again += layer_input(shape, pack)
+    # A layer's input is held already, but a local layer's first norm saves one more in fp32. And its output.
+    if shape.recompute and shape.layers == "local" and shape.width < _FP32:
+        again = layer_input(shape, pack)
+    again += max(
+        layer_backward(shape, pack, kind) + (layer_bytes(shape, pack, kind) if shape.recompute else 0)
+        for kind in kinds
+    )
     table = float(shape.vocab_rows * shape.arch.hidden_size * shape.width)
     tied = shape.arch.tied and shape.parallel.pipeline == 1
-    moments = {"a layer's backward": again + layer_backward(shape, pack) + (table if tied else 0)}
+    moments = {"a layer's backward": again + (table if tied else 0)}
     if shape.is_last(stage):
         # Megatron converts the last stage's output to fp32, and the head converts it back.
         widened = between(shape, pack) * shape.arch.hidden_size * _FP32 if shape.width < _FP32 else 0

@@ -13,6 +13,7 @@ from megatron_fspo.lab.plan.shape import PlannedPack, Shape, stage_parameters
 from megatron_fspo.lab.plan.speed import Machine, Phase, Work, sampling, scoring, sending, updating
 from megatron_fspo.lab.plan.state import (
     ServerMemory,
+    cached_values,
     checkpoint_bytes,
     communicators,
     kv_bytes,
@@ -20,6 +21,7 @@ from megatron_fspo.lab.plan.state import (
     sending_bytes,
     server_gpus,
     state,
+    within_window,
 )
 from megatron_fspo.mcore.machine.sizes import check_parallel, check_world, make_adapters, shares_prompts
 from megatron_fspo.packing.zigzag import padded_length
@@ -121,7 +123,8 @@ class RunPlan:
             for phase, held in self.memory_phases.items()
             if held > self.given.room
         ]
-        if self.server is not None and self.server.cached_tokens < self.work.pack.lengths[0]:
+        longest = within_window(self.shape.arch, self.work.pack.lengths[0])
+        if self.server is not None and self.server.cached_tokens < longest:
             problems.append(
                 f"the KV cache of a server with {self.server.gpus} GPUs holds {self.server.cached_tokens} "
                 "tokens, fewer than one sequence: raise --server-gpus"
@@ -223,8 +226,8 @@ def _work(config: Config, shape: Shape, given: Given, servers: ServerMemory | No
         samplers, gpus, side_by_side = shape.data, shape.parallel.tensor, rollout.max_batch
     else:
         samplers = given.servers or (1 if config.vllm.discovery else len(config.vllm.urls))
-        gpus, room = servers.gpus, servers.cached_tokens // (prompt + response)
-        side_by_side = max(1, min(config.vllm.in_flight, room))
+        gpus, room = servers.gpus, servers.cached_tokens / within_window(shape.arch, prompt + response)
+        side_by_side = max(1, min(config.vllm.in_flight, int(room)))
     return Work(
         responses=responses,
         prompts=rollout.prompts,
@@ -275,7 +278,8 @@ def _stage(config: Config, shape: Shape, work: Work, number: int, nccl: float) -
         # adds the choices of its own routers, and a flag per token for a difference.
         tokens = mine * work.pack.lengths[0] / shape.parallel.context
         seen = tokens / (shape.parallel.tensor if shape.parallel.sequence else 1)
-        layers = shape.arch.num_layers // shape.parallel.pipeline
+        chunks = range(config.parallel.virtual_pipeline)
+        layers = sum(shape.kinds(number, chunk).get(True, 0) for chunk in chunks)
         kept_routes = work.mini_batches * tokens * experts.per_token + seen * (experts.per_token + 1)
         phases["update"][ROUTES] = layers * kept_routes
     if config.rollout.engine == "embedded":
@@ -293,9 +297,11 @@ def _decoding(config: Config, shape: Shape, rows: int, longest: int) -> float:
     """Return the peak bytes besides the KV cache: one layer's cache, copied when finished rows are removed,
     the logits of a step, or the pass over the prompts, one row per prompt."""
     arch, tp = shape.arch, shape.parallel.tensor
-    layer = 2 * rows * longest * arch.kv_size / tp * shape.width
+    layer = rows * longest * cached_values(arch, embedded=True, gpus=tp) * shape.width
     logits = rows * shape.padded_vocab * (shape.width + 4)  # and in fp32
-    ffn = arch.experts.per_token * arch.experts.ffn_size if arch.experts else arch.ffn_size / tp
+    ffn = arch.ffn_size / tp if arch.dense_layers else 0.0
+    if arch.experts:
+        ffn = max(ffn, arch.experts.per_token * arch.experts.ffn_size + arch.shared_ffn_size / tp)
     prompts = -(-rows // config.rollout.samples) * config.data.max_prompt_tokens
     return max(layer, logits, prompts * (3 * arch.hidden_size + 3 * ffn) * shape.width)
 
@@ -307,16 +313,15 @@ def _server(config: Config, shape: Shape, given: Given) -> ServerMemory:
     values = model_values(arch) * width
     receiving = table + (values - (1 if arch.tied else 2) * table) / arch.num_layers / gpus
     cache = max(0.0, memory * given.server_share - values / gpus - receiving)
-    # With fewer KV heads than GPUs, heads are replicated.
-    heads = max(1, arch.num_kv_heads // gpus)
+    token = arch.num_layers * cached_values(arch, embedded=False, gpus=gpus) * width
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     return ServerMemory(
         gpus=gpus,
         weights=values / gpus,
         receiving=receiving,
         cache=cache,
-        cached_tokens=int(cache / (2 * arch.num_layers * heads * arch.head_dim * width)),
-        wanted_tokens=config.vllm.in_flight * longest,
+        cached_tokens=int(cache / token),
+        wanted_tokens=config.vllm.in_flight * int(within_window(arch, longest)),
     )
 
 

@@ -6,6 +6,7 @@ Sizes are in bytes unless noted otherwise.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -23,8 +24,10 @@ Layers = Literal["local", "transformer_engine"]
 # The order in which Megatron creates the modules of a layer.
 _ORDER = (
     *("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv"),
-    *("self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm"),
-    *("mlp.router", "mlp.linear_fc1", "mlp.experts", "mlp.linear_fc2"),
+    *(f"self_attention.linear_{one}_proj" for one in ("q", "q_down", "q_up", "kv_down", "kv_up")),
+    *(f"self_attention.{one}_layernorm" for one in ("q", "k", "kv")),
+    *("self_attn_bda", "pre_mlp_layernorm", "mlp.router", "mlp.linear_fc1", "mlp.experts"),
+    *("mlp.shared_experts", "mlp.linear_fc2", "mlp_bda"),
 )
 
 
@@ -80,6 +83,15 @@ class Shape:
     def chunk_layers(self) -> int:
         """Layers of a model chunk; a pipeline stage has ``virtual_pipeline`` chunks."""
         return self.arch.num_layers // (self.parallel.pipeline * self.parallel.virtual_pipeline)
+
+    def numbers(self, stage: int, chunk: int) -> range:
+        """Return the layers of a model chunk, numbered over the model."""
+        first = (chunk * self.parallel.pipeline + stage) * self.chunk_layers
+        return range(first, first + self.chunk_layers)
+
+    def kinds(self, stage: int, chunk: int) -> dict[bool, int]:
+        """Return how many layers of a chunk have experts (True) and an MLP (False); what there is only."""
+        return Counter(number >= self.arch.dense_layers for number in self.numbers(stage, chunk))
 
     def is_last(self, stage: int, chunk: int | None = None) -> bool:
         """Return whether this is the last chunk of the model or, without ``chunk``, the last stage."""
@@ -138,9 +150,11 @@ def _chunk_parameters(shape: Shape, stage: int, chunk: int) -> Iterator[Paramete
     embedding, norm, output = (row for row in table if not row.in_layer)
     if stage == chunk == 0:
         yield _parameter(shape, embedding, shared=arch.tied and apart)
-    layer_rows = sorted((row for row in table if row.in_layer), key=lambda row: _position(row, shape.layers))
-    for layer in range(shape.chunk_layers):
-        for row in layer_rows:
+    # The bias of routers is no parameter.
+    held = (row for row in table if row.in_layer and not row.key.endswith("expert_bias"))
+    layer_rows = sorted(held, key=lambda row: _position(row, shape.layers))
+    for layer, number in enumerate(shape.numbers(stage, chunk)):
+        for row in (row for row in layer_rows if row.is_in(arch, number)):
             for expert in range(arch.num_experts // shape.parallel.expert if row.in_expert else 1):
                 yield _parameter(shape, row, layer=layer, expert=expert)
         for row in adapter_rows(arch):
@@ -170,5 +184,7 @@ def _position(row: Row, layers: Layers) -> tuple[int, str]:
     """Return the sort key of a row in a layer: module, then (as Transformer Engine) norm, weight, bias."""
     name = _name(row, layers).partition("{layer}.")[2]
     module = next(i for i, known in enumerate(_ORDER) if name.startswith(known))
-    kind = "2" if name.endswith("bias") else "0" if "layer_norm_weight" in name else "1"
+    kind = (
+        "2" if name.endswith("bias") else "0" if name.endswith(("layer_norm_weight", "gate_weight")) else "1"
+    )
     return module, kind

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_fspo.lab.plan.shape import PlannedPack, Shape, between
-from megatron_fspo.lab.plan.state import model_values, state
+from megatron_fspo.lab.plan.state import cached_values, model_values, state, within_window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +108,12 @@ def forward_flops(shape: Shape, work: Work) -> tuple[float, float]:
         (work.prompt_tokens + work.response_tokens, work.responses),
         (work.prompt_tokens - 1, -work.shared),
     ):
-        # Causal attention: q·k and weights·v, each 2 · L²/2 FLOPs per value of q.
-        layers += 2.0 * arch.num_layers * (arch.layer_size * length + arch.q_size * length**2) * count
+        # Causal attention: q·k and weights·v, each 2 · L²/2 FLOPs per value, fewer with a window.
+        seen = within_window(arch, length)
+        pairs = (2 * length - seen) * seen
+        layers += (2 * arch.layer_size * length + (arch.q_size + arch.value_size) * pairs) * count
     head = 2.0 * arch.vocab_size * arch.hidden_size * work.responses * work.response_tokens
-    return layers, head
+    return arch.num_layers * layers, head
 
 
 def scoring(shape: Shape, work: Work, machine: Machine) -> Phase:
@@ -162,8 +164,9 @@ def sampling(shape: Shape, work: Work, machine: Machine) -> Phase:
     rows = min(float(work.side_by_side), each)
     steps = max(each * work.response_tokens / max(rows, 1.0), float(work.longest_response))
     busy = each * work.response_tokens / steps  # mean number of responses in a step
-    token = 2 * arch.num_layers * arch.kv_size * width
-    cached = token * busy * (work.prompt_tokens + work.response_tokens / 2)
+    cache = cached_values(arch, embedded=work.embedded, gpus=work.sampler_gpus) * work.sampler_gpus
+    mean = within_window(arch, work.prompt_tokens + work.response_tokens / 2)
+    cached = arch.num_layers * cache * width * busy * mean
     active = arch.num_layers * arch.layer_size + arch.vocab_size * arch.hidden_size
     read = min(model_values(arch), active * busy) * width
     memory = (read + cached) / bandwidth
@@ -225,9 +228,10 @@ def _messages(shape: Shape, pack: PlannedPack, machine: Machine) -> float:
     t = pack.tokens / context
     # Two all-reduces per layer, or as many all-gathers and reduce-scatters.
     seconds = 4 * t * arch.hidden_size * width * (1 - 1 / tensor) / machine.between(tensor)
-    rings = 2 * t * arch.kv_size / tensor * width * (context - 1)
+    rings = t * cached_values(arch, embedded=True, gpus=tensor) * width * (context - 1)
     seconds += rings / machine.between(tensor * context)
     if arch.experts is not None and parallel.expert > 1:
         sent = 2 * between(shape, pack) * arch.experts.per_token * arch.hidden_size * width
-        seconds += sent * (1 - 1 / parallel.expert) / machine.between(parallel.expert)
+        share = 1 - arch.dense_layers / arch.num_layers  # of layers with experts
+        seconds += share * sent * (1 - 1 / parallel.expert) / machine.between(parallel.expert)
     return arch.num_layers / parallel.pipeline * seconds

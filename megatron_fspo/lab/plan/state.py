@@ -119,7 +119,22 @@ def kv_bytes(shape: Shape, *, rows: int, tokens: int) -> int:
     """Return the bytes of the embedded engine's KV cache on a rank, allocated for ``rows`` responses of
     ``tokens`` tokens. Context-parallel ranks hold the same rows."""
     layers = shape.arch.num_layers // shape.parallel.pipeline
-    return 2 * layers * rows * tokens * shape.arch.kv_size // shape.parallel.tensor * shape.width
+    values = cached_values(shape.arch, embedded=True, gpus=shape.parallel.tensor)
+    return layers * rows * tokens * values * shape.width
+
+
+def cached_values(arch: Architecture, *, embedded: bool, gpus: int) -> int:
+    """Return the values of a token that each of ``gpus`` caches in a layer: keys and values of its heads
+    (with fewer heads than GPUs, they are replicated). vLLM caches latent attention's common ones instead, on
+    all GPUs."""
+    if arch.latent and not embedded:
+        return arch.kv_down_size
+    return max(1, arch.num_kv_heads // gpus) * (arch.head_dim + arch.value_size // arch.num_heads)
+
+
+def within_window(arch: Architecture, tokens: float) -> float:
+    """Return the last of ``tokens`` that a token attends to, which vLLM keeps in its cache."""
+    return min(tokens, arch.window or tokens)
 
 
 def sending_bytes(shape: Shape) -> int:
@@ -129,10 +144,11 @@ def sending_bytes(shape: Shape) -> int:
     arch, width, parallel = shape.arch, shape.width, shape.parallel
     most = before = held = count = 0
     for row, _, _ in whole_model(arch):
-        sizes = [math.prod(tensor.shape(arch)) * width for tensor in row.hf]
-        # The shard of a single rank is the parameter itself, but q, k and v are always rearranged.
+        sizes = [math.prod(size) * width for size in row.files(arch).values()]
+        # The shard of a single rank is the parameter itself, but q, k and v are always rearranged, and what
+        # is one tensor in the files is joined.
         ranks = parallel.expert if row.in_expert else parallel.tensor
-        copies = 2 if ranks > 1 else int(row.layout == "qkv")
+        copies = 2 if ranks > 1 else int(row.layout == "qkv" or len(sizes) < len(row.hf))
         for size in sizes:
             most = max(most, before + held + copies * sum(sizes))
             if held and held + size > BUCKET_BYTES:

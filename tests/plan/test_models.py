@@ -1,0 +1,98 @@
+"""Plans of models whose layers differ, and of those whose attention does, from published configs."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+
+from hub_configs import BILLIONS, CONFIGS
+from megatron_fspo.config import Parallel
+from megatron_fspo.lab.plan.activations import activations, kept, layer_bytes, layer_tensors
+from megatron_fspo.lab.plan.shape import PlannedPack, Shape, stage_parameters
+from megatron_fspo.lab.plan.state import cached_values, model_values, within_window
+from megatron_fspo.weights import Architecture, read_architecture
+
+PACK = PlannedPack(lengths=(1024,), scored=512)
+BOTH: tuple[Any, ...] = ("local", "transformer_engine")
+
+
+@cache
+def arch_of(model: str) -> Architecture:
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[model]))
+        return read_architecture(folder)
+
+
+def shape(model: str, layers: Any = "transformer_engine", world: int = 1, **parallel: Any) -> Shape:
+    return Shape(
+        arch=arch_of(model), parallel=Parallel(**parallel), world=world, dtype=torch.bfloat16, layers=layers,
+        device="cuda",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("model", CONFIGS)
+def test_a_model_has_the_published_number_of_parameters(model: str) -> None:
+    assert model_values(arch_of(model)) / 1e9 == pytest.approx(BILLIONS[model], rel=0.01)
+
+
+@pytest.mark.parametrize("layers", BOTH)
+@pytest.mark.parametrize("model", CONFIGS)
+def test_ranks_hold_the_whole_model(model: str, layers: Any) -> None:
+    arch = arch_of(model)
+    one = [p for chunk in stage_parameters(shape(model, layers), 0) for p in chunk]
+    sigmoid = arch.experts is not None and arch.experts.sigmoid
+    biases = arch.num_experts * (arch.num_layers - arch.dense_layers) if sigmoid else 0  # in a buffer
+    assert sum(p.count for p in one) == model_values(arch) - biases
+    assert len({p.name for p in one}) == len(one)
+
+
+def test_the_first_stage_has_the_dense_layers() -> None:
+    split = shape("Moonlight-16B-A3B", world=3, pipeline=3)
+    names = [{p.name for chunk in stage_parameters(split, stage) for p in chunk} for stage in range(3)]
+    dense = "decoder.layers.0.mlp.linear_fc1.weight"
+    assert [dense in held for held in names] == [True, False, False]
+    assert [split.kinds(stage, 0) for stage in range(3)] == [{False: 1, True: 8}, {True: 9}, {True: 9}]
+    assert kept(split, 1, 0, PACK) > kept(split, 0, 0, PACK)
+    dense_bytes, expert_bytes = (layer_bytes(split, PACK, kind) for kind in (False, True))
+    more = kept(split, 1, 0, PACK) - kept(split, 0, 0, PACK)
+    assert more == pytest.approx(expert_bytes - dense_bytes + 1024 * 2048 * 2)  # and the input
+    # A backward is that of the larger kind.
+    stages = [activations(split, stage, PACK, 4).moments["a layer's backward"] for stage in (0, 1)]
+    assert stages[0] >= stages[1]
+
+
+@pytest.mark.parametrize("layers", BOTH)
+def test_a_layer_saves_what_its_kind_of_attention_needs(layers: Any) -> None:
+    def saved(model: str, experts: bool = False) -> dict[str, float]:
+        found = layer_tensors(shape(model, layers), PACK, experts)
+        return {one.what: getattr(one, layers) / 1024 / 2 for one in found}
+
+    latent, glm = saved("DeepSeek-V3"), saved("GLM-4.5-Air", experts=True)
+    assert latent["q after RoPE"] == latent["k after RoPE"] == 128 * 192
+    assert latent["v, into attention"] == 128 * (192 if layers == "local" else 128)  # padded
+    assert latent["attention's output, into a linear"] == 128 * 128
+    assert latent["latent q, k and v into their norms"] == 1536 + 512 + 64
+    assert latent["q, k and v from their linear"] == 0
+    # Eight experts and the shared one.
+    assert glm["gate and up"] == 2 * 9 * 1408
+    assert saved("GLM-4.5-Air")["gate and up"] == 2 * 10944
+    assert glm["cos and sin of q and of k"] in (0, 4 * 64)
+
+
+def test_a_cache_knows_latent_attention_and_windows() -> None:
+    values = {
+        (model, gpus): cached_values(arch_of(model), embedded=False, gpus=gpus)
+        for model in ("DeepSeek-V3", "Mistral-7B-v0.1")
+        for gpus in (1, 16)
+    }
+    assert [values["DeepSeek-V3", gpus] for gpus in (1, 16)] == [512 + 64] * 2
+    assert [values["Mistral-7B-v0.1", gpus] for gpus in (1, 16)] == [2 * 8 * 128, 2 * 128]
+    assert cached_values(arch_of("DeepSeek-V3"), embedded=True, gpus=8) == 16 * (192 + 128)
+    assert [within_window(arch_of("Mistral-7B-v0.1"), length) for length in (100, 9000)] == [100, 4096]
+    assert within_window(arch_of("Phi-4"), 9000) == 9000

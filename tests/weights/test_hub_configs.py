@@ -1,0 +1,136 @@
+"""Configs of published models are read as what they are; what one of them must not say is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from weights_helpers import refused
+
+from hub_configs import CONFIGS
+from megatron_fspo.weights import Architecture, Experts, read_architecture
+from megatron_fspo.weights.architecture import LatentAttention, Yarn
+
+LATENT: dict[str, Any] = {"kv_rank": 512, "rope_size": 64, "value_size": 128}
+GLM = {"rotary_share": 0.5, "qkv_bias": True}
+# Fields beyond SIZES and USUAL; every other field has its default.
+FOUND: dict[str, dict[str, Any]] = {
+    "Mistral-7B-v0.1": {"window": 4096},
+    "Phi-4": {"rope_theta": 250_000.0},
+    "Granite-3.1-8B": {
+        "rope_theta": 1e7, "tied": True, "attention_scale": 1 / 128, "embedding_scale": 12.0,
+        "residual_scale": 0.22, "logits_divisor": 16.0,
+    },
+    "GLM-4-9B-0414": {**GLM, "rotary_interleaved": True},
+    "Qwen1.5-MoE-A2.7B": {
+        "rope_theta": 1e6, "rms_norm_eps": 1e-6, "qkv_bias": True,
+        "experts": Experts(count=60, per_token=4, ffn_size=1408, normalize_top_k=False, shared_ffn_size=5632),
+    },
+    "GLM-4.5-Air": {
+        **GLM, "rope_theta": 1e6, "unused_layers": 1,
+        "experts": Experts(
+            count=128, per_token=8, ffn_size=1408, normalize_top_k=True, dense_layers=1, shared_ffn_size=1408,
+            sigmoid=True,
+        ),
+    },
+    "DeepSeek-V3": {
+        "rms_norm_eps": 1e-6, "unused_layers": 1, "head_dim": 192, "fp8_block": (128, 128),
+        "latent": LatentAttention(q_rank=1536, **LATENT),
+        "yarn": Yarn(
+            factor=40.0, original_length=4096, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0
+        ),
+        "experts": Experts(
+            count=256, per_token=8, ffn_size=2048, normalize_top_k=True, dense_layers=3, shared_ffn_size=2048,
+            sigmoid=True, scale=2.5, groups=8, group_top_k=4,
+        ),
+    },
+    "Moonlight-16B-A3B": {
+        "rope_theta": 5e4, "head_dim": 192, "latent": LatentAttention(q_rank=None, **LATENT),
+        "experts": Experts(
+            count=64, per_token=6, ffn_size=1408, normalize_top_k=True, dense_layers=1, shared_ffn_size=2816,
+            sigmoid=True, scale=2.446,
+        ),
+    },
+}  # fmt: skip
+SIZES = {
+    "model_type": "model_type", "num_layers": "num_hidden_layers", "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads", "vocab_size": "vocab_size",
+    "ffn_size": "intermediate_size", "max_position_embeddings": "max_position_embeddings",
+}  # fmt: skip
+USUAL: dict[str, Any] = {
+    "head_dim": 128, "tied": False, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "dtype": torch.bfloat16
+}  # fmt: skip
+
+
+def write(folder: Path, model: str, **changes: Any) -> None:
+    config = {key: value for key, value in (CONFIGS[model] | changes).items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("model", CONFIGS)
+def test_a_published_config_is_read_as_what_it_is(tmp_path: Path, model: str) -> None:
+    write(tmp_path, model)
+    sizes = {name: CONFIGS[model][key] for name, key in SIZES.items()}
+    found, expected = read_architecture(tmp_path), Architecture(**{**USUAL, **sizes, **FOUND[model]})
+    assert found == expected
+    assert found.fp8_block == expected.fp8_block  # not compared otherwise
+
+
+YARN = CONFIGS["DeepSeek-V3"]["rope_scaling"]
+# Model, a key's value that changes what it computes (... where it is missing), and the key that is named.
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    *(
+        ("DeepSeek-V3", {key: value}, key)
+        for key, values in {
+            "scoring_func": ["softmax"], "topk_method": ["greedy", "group_limited_greedy"],
+            "moe_layer_freq": [2, [0, 1]], "n_group": [3, 256, "8"], "n_shared_experts": ["1", -1],
+            "first_k_dense_replace": [61, -1, 1.0, True], "n_routed_experts": [0, None],
+            "num_experts_per_tok": [257], "norm_topk_prob": [None, 1], "routed_scaling_factor": [-1.0, "2.5"],
+            "rope_interleave": [False], "num_key_value_heads": [8], "qk_head_dim": [128], "head_dim": [128],
+            "kv_lora_rank": [None, 0], "q_lora_rank": [0], "attention_bias": [True],
+            "num_nextn_predict_layers": ["1", -1, True], "partial_rotary_factor": [0.5],
+            "layer_types": [["sliding_attention"]],
+        }.items()
+        for value in values
+    ),
+    ("DeepSeek-V3", {"topk_group": 9}, "n_group"),
+    *(
+        ("DeepSeek-V3", {"rope_scaling": YARN | change}, key)
+        for change, key in [
+            ({"type": "longrope"}, "rope_scaling"),
+            ({"attention_factor": 1.0}, "rope_scaling"),
+            ({"truncate": False}, "rope_scaling"),
+            ({"mscale": None}, "rope_scaling.mscale"),
+            ({"original_max_position_embeddings": None}, "rope_scaling.original_max_position_embeddings"),
+        ]
+    ),
+    *((model, {"rope_scaling": YARN}, "rope_scaling") for model in ("Mistral-7B-v0.1", "GLM-4.5-Air")),
+    *(("Phi-4", {"rope_scaling": {"type": kind}}, "rope_scaling") for kind in ("longrope", "su", "dynamic")),
+    *(("Phi-4", {"partial_rotary_factor": share}, "partial_rotary_factor") for share in (0, 1.5, "1")),
+    *(
+        (model, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor")
+        for model in ("Mistral-7B-v0.1", "Granite-3.1-8B")
+    ),
+    ("GLM-4.5-Air", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
+    ("Mistral-7B-v0.1", {"layer_types": ["full_attention"]}, "layer_types"),
+    ("Mistral-7B-v0.1", {"sliding_window": 0}, "sliding_window"),
+    ("Mistral-7B-v0.1", {"attention_bias": True}, "attention_bias"),
+    ("Granite-3.1-8B", {"mlp_bias": True}, "mlp_bias"),
+    ("Granite-3.1-8B", {"residual_multiplier": 0}, "residual_multiplier"),
+    ("Granite-3.1-8B", {"logits_scaling": "16"}, "logits_scaling"),
+    ("Qwen1.5-MoE-A2.7B", {"use_sliding_window": True}, "use_sliding_window"),
+    ("Qwen1.5-MoE-A2.7B", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+    ("Qwen1.5-MoE-A2.7B", {"decoder_sparse_step": 2}, "mlp_only_layers"),
+    ("Qwen1.5-MoE-A2.7B", {"shared_expert_intermediate_size": ...}, "shared_expert_intermediate_size"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "changes", "key"), REFUSED, ids=range(len(REFUSED)))
+def test_what_would_be_another_model_is_refused(
+    tmp_path: Path, model: str, changes: dict[str, Any], key: str
+) -> None:
+    write(tmp_path, model, **changes)
+    refused(lambda: read_architecture(tmp_path), tmp_path, f"{tmp_path / 'config.json'}: {key} ")
