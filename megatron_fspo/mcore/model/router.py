@@ -14,7 +14,7 @@ k of E experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,13 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]
     experts: Experts
     batch: MicroBatch | None
     """Micro-batch in its layer's forward; None outside, or without a :class:`RouterPass`."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PolicyRouter:
+        """Convert to another dtype or device, except the bias, which stays float32. Megatron converts it back
+        in the first pass, when its loaded values are already rounded."""
+        super()._apply(fn, recurse)
+        self._maintain_float32_expert_bias()
+        return self
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose experts: logits [r, 1, E] → weights [r, E], 0 for experts not chosen, and the
