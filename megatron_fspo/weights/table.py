@@ -190,19 +190,19 @@ def rows(arch: Architecture) -> tuple[Row, ...]:
 
 
 def adapter_targets(arch: Architecture) -> tuple[str, ...]:
-    """Return the targets whose matrix is a tensor of its own in the files, in every layer. PEFT has other names
-    for fused matrices and for those of latent attention."""
+    """Return the targets whose matrix is a tensor of its own in the files, in every layer. PEFT's names for
+    fused matrices, and for those of latent attention, are others."""
     matrices = {
         (row.megatron[0], tensor.name)
         for row in rows(arch)
         if all(row.is_in(arch, layer) for layer in range(arch.num_layers))
         for tensor in row.hf
     }
-    wanted = {
-        target: (a.megatron[0].replace(f".adapters.{target}.a", ".weight"), a.hf[0].name.replace(".lora_A", ""))
+    adapted = {
+        target: (a.megatron[0].partition(".adapters.")[0], a.hf[0].name.replace(".lora_A", ""))
         for target, (a, _) in _ADAPTERS.items()
     }
-    return tuple(target for target, matrix in wanted.items() if matrix in matrices)
+    return tuple(target for target, (linear, hf) in adapted.items() if (f"{linear}.weight", hf) in matrices)
 
 
 def adapter_rows(arch: Architecture) -> tuple[Row, ...]:

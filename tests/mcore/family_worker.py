@@ -22,7 +22,6 @@ from megatron_fspo.mcore.model.policy import Policy
 from megatron_fspo.mcore.passes.decode import Decoder
 from megatron_fspo.mcore.state.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fspo.packing.batch import NO_ROUTE
-from megatron_fspo.parallel.groups import gather_lists
 from megatron_fspo.weights import MegatronReader, read_architecture
 from packs import sample
 from passes import build, by_token, make_micro_batches, scoring_of
@@ -87,8 +86,8 @@ def decode(policy: Policy) -> dict[str, float]:
 
 
 def replay(policy: Policy) -> dict[str, float]:
-    """Routes of a first pass, replayed, change nothing; others, as of a server that sends 0 for layers with an
-    MLP, are used."""
+    """Routes of a first pass, replayed, change nothing. Others, as of a server that sends 0 for layers with
+    an MLP, are used."""
     count, dense = policy.arch.num_experts, policy.arch.dense_layers
     generator = torch.Generator().manual_seed(4)
     rows = torch.randint(0, 11, (4, 20), generator=generator).tolist()
@@ -134,8 +133,9 @@ def save(folder: Path, out: Path) -> dict[str, float]:
     policy = build(folder, LAYOUTS[2]["tp2.sp"], load=False)
     load_checkpoint(policy, out)
     found.append(biases(policy))
-    unequal = [not (b.dtype == a.dtype and torch.equal(a, b)) for f in found for a, b in zip(wanted, f, strict=True)]
-    return {"bias": largest(sum(unequal) or not unequal, policy)}
+    pairs = [pair for each in found for pair in zip(wanted, each, strict=True)]
+    same = [a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs]
+    return {"bias": largest(not (same and all(same)), policy)}
 
 
 def main(out: Path, world: int, folders: list[Path]) -> None:

