@@ -196,18 +196,6 @@ def build_chunks(arch: Architecture, config: TransformerConfig, backend: Backend
     return chunks
 
 
-def rotated(chunk: GPTModel) -> list[Module]:
-    """Return the modules with RoPE angles ``rotary_pos_emb``: the chunk, or each layer's latent attention."""
-    if not chunk.config.multi_latent_attention:
-        return [chunk]
-    return [layer.self_attention for layer in chunk.decoder.layers]
-
-
-def at_positions(angles: Any, positions: Tensor | slice) -> Any:
-    """Select from angles [positions, ...]; with YaRN, from the first of angles and a factor."""
-    return (angles[0][positions], angles[1]) if isinstance(angles, tuple) else angles[positions]
-
-
 def named_weights(chunk: Module) -> Iterator[tuple[str, Tensor]]:
     """Yield name and value of all that a checkpoint has of a chunk: parameters, and biases of routers, which
     are not trained."""
