@@ -68,7 +68,7 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
         rotary_share=_rotary_share(config, family),
         rotary_interleaved=family == "glm4",
         window=config.size("sliding_window") if _has_window(config, family) else None,
-        **({name: config.factor(key) for name, key in _GRANITE.items()} if family == "granite" else {}),
+        **(_granite_factors(config) if family == "granite" else {}),
         qkv_bias=family == "qwen2"
         or (family in _GLM and config.optional("attention_bias") is True)
         or (family == "qwen2_moe" and config.optional("qkv_bias") is not False),
@@ -85,6 +85,10 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
         problem = f"is {arch.num_kv_heads}, which does not divide num_attention_heads {arch.num_heads}"
         raise config.error("num_key_value_heads", problem)
     return arch
+
+
+def _granite_factors(config: _Config) -> dict[str, Any]:
+    return {name: config.factor(key) for name, key in _GRANITE.items()}
 
 
 def _fp8_block(config: _Config) -> tuple[int, int] | None:

@@ -66,7 +66,7 @@ _LATENT = (
     _row("replicated", f"{_M}input_layernorm.weight", _hf(f"{_H}input_layernorm.weight", "hidden_size")),
     *(
         _row("replicated" if down else "column", f"{_M}self_attention.linear_{megatron}.weight",
-             _hf(f"{_H}self_attn.{hf}.weight", *sizes), when=when)
+             _hf(f"{_H}self_attn.{hf}.weight", *sizes), when=when)  # type: ignore[arg-type]
         for down, megatron, hf, sizes, when in (
             (True, "q_down_proj", "q_a_proj", ("q_rank", "hidden_size"), attrgetter("q_rank")),
             (False, "q_up_proj", "q_b_proj", ("q_size", "q_rank"), attrgetter("q_rank")),
@@ -78,7 +78,8 @@ _LATENT = (
     *(
         _row("replicated", f"{_M}self_attention.{one}_layernorm.weight"
              f" | {_M}self_attention.linear_{one}_up_proj.layer_norm_weight",
-             _hf(f"{_H}self_attn.{one}_a_layernorm.weight", size), when=attrgetter(size))
+             _hf(f"{_H}self_attn.{one}_a_layernorm.weight", size),  # type: ignore[arg-type]
+             when=attrgetter(size))
         for one, size in (("q", "q_rank"), ("kv", "kv_rank"))
     ),
     _OUT,

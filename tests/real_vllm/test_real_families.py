@@ -23,13 +23,15 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 WORKER = Path(__file__).with_name("offline_vllm.py")
 WIDE = {"hidden_size": 128, "head_dim": 32}
-# The only sizes that vLLM's kernel for latent attention has on a CPU; and a key that it requires.
+# The only sizes that vLLM's kernel for latent attention has on a CPU.
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+# Keys of DeepSeek's own files, which transformers does not write. Without them vLLM has softmax routers.
+SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("mistral", "glm4", "qwen2_moe", "glm4_moe"), WIDE),
     "phi3": {"hidden_size": 128},
     "granite": {"hidden_size": 128},
-    "deepseek_v3": {"hidden_size": 128, "topk_method": "noaux_tc", **LATENT},
+    "deepseek_v3": {"hidden_size": 128, **LATENT, **SIGMOID},
 }
 SOME = ("phi3", "glm4_moe", "deepseek_v3")
 PARTLY = ("glm4", "qwen2_moe", "glm4_moe", "deepseek_v3")

@@ -99,7 +99,7 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]
 
     def _choice(self, logits: Tensor) -> Tensor:
         """Return what a sigmoid router chooses by [r, E]: score and bias, -inf outside of the best groups."""
-        choice = logits.sigmoid() + self.expert_bias
+        choice: Tensor = logits.sigmoid() + self.expert_bias
         if self.experts.groups > 1:
             groups = choice.view(len(choice), self.experts.groups, -1)
             best = groups.topk(2, dim=2).values.sum(2).topk(self.experts.group_top_k, dim=1).indices

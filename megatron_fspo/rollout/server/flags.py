@@ -16,9 +16,9 @@ from typing import Any, Literal
 from megatron_fspo.errors import InputError
 from megatron_fspo.rollout.common import COLOCATED_SHARE, KEY_VARIABLE, MODEL, api_key, is_loopback
 
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+CPU_HEAD_DIMS: tuple[int, ...] = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that the CPU attention of vLLM 0.32 supports."""
-CPU_LATENT_DIMS = (576,)
+CPU_LATENT_DIMS: tuple[int, ...] = (576,)
 """The same for latent attention, the compressed key and value with the rotated key."""
 BACKENDS = {"gloo": "gloo", "disk": "disk", "nccl": "torch_nccl"}
 """Value of ``vllm.transfer`` → name under which our plugin registers it in vLLM."""
