@@ -198,6 +198,22 @@ def rows(arch: Architecture) -> tuple[Row, ...]:
     return (*table, _TIED_OUTPUT if arch.tied else _UNTIED_OUTPUT)
 
 
+def adapter_targets(arch: Architecture) -> tuple[str, ...]:
+    """Return the targets whose matrix is a tensor of its own in the files, in every layer. PEFT's names for
+    fused matrices, and for those of latent attention, are others."""
+    matrices = {
+        (row.megatron[0], tensor.name)
+        for row in rows(arch)
+        if all(row.is_in(arch, layer) for layer in range(arch.num_layers))
+        for tensor in row.hf
+    }
+    adapted = {
+        target: (a.megatron[0].partition(".adapters.")[0], a.hf[0].name.replace(".lora_A", ""))
+        for target, (a, _) in _ADAPTERS.items()
+    }
+    return tuple(target for target, (linear, hf) in adapted.items() if (f"{linear}.weight", hf) in matrices)
+
+
 def adapter_rows(arch: Architecture) -> tuple[Row, ...]:
     """Return A and B of every target; checkpoints of the model itself do not have them."""
     return tuple(

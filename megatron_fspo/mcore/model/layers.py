@@ -137,7 +137,7 @@ def _zigzag(borders: tuple[int, ...], rank: int, size: int) -> tuple[Tensor, Ten
 class LatentSelfAttention(MLASelfAttention):  # type: ignore[misc, unused-ignore]
     """Megatron's latent attention, which has RoPE angles of its own, for packs with shared prompts."""
 
-    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+    def _resolve_qk_norm_config(self, submodules: Any) -> Any:
         # megatron-core 0.19 would add a norm to a query that is projected directly, which no model has.
         return vars(submodules)
 

@@ -217,7 +217,7 @@ def _settings(chunks: Sequence[GPTModel], max_tokens: int) -> Iterator[tuple[Any
             yield owner, "rotary_pos_emb", _Rotary(owner.rotary_pos_emb, max_tokens)
 
 
-def _rotated(chunk: GPTModel) -> list[Module]:
+def _rotated(chunk: GPTModel) -> list[Any]:
     """Return the modules with RoPE angles: the chunk, or each layer's latent attention."""
     if not chunk.config.multi_latent_attention:
         return [chunk]
