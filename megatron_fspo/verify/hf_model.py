@@ -168,7 +168,7 @@ def _experts(arch: Architecture) -> dict[str, Any]:
     if arch.model_type == "mixtral":
         sizes = {"num_local_experts": experts.count, "intermediate_size": experts.ffn_size}
         return sizes | {"num_experts_per_tok": experts.per_token}
-    config = {
+    config: dict[str, Any] = {
         "n_routed_experts" if experts.sigmoid else "num_experts": experts.count,
         "num_experts_per_tok": experts.per_token,
         "moe_intermediate_size": experts.ffn_size,
