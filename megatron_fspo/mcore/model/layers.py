@@ -20,6 +20,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import multi_latent_attention
@@ -170,9 +171,9 @@ def _at_positions(module: Any, args: Any, angles: Any, positions: Tensor) -> Any
 def _whole_linear() -> type[torch.nn.Module]:
     """Return Megatron's linear layer that is the same on every tensor-parallel rank."""
     if importlib.util.find_spec("transformer_engine") is None:
-        # megatron-core 0.16 takes mocks for Transformer Engine's classes.
-        vars(multi_latent_attention)["HAVE_TE"] = False
-    linear: type[torch.nn.Module] = multi_latent_attention.Linear
+        # megatron-core 0.16 takes mocks for Transformer Engine's classes; 0.19 does not import this one then.
+        vars(multi_latent_attention).update(HAVE_TE=False, Linear=Linear)
+    linear: type[torch.nn.Module] = Linear
     return linear
 
 
