@@ -47,6 +47,8 @@ class Routing:
     """Experts of a layer."""
     per_token: int
     """k: experts of a layer that process a token."""
+    dense: int = 0
+    """First layers, with an MLP; servers send zeros for them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,6 +143,12 @@ def test_head_dim_on_a_cpu(model: Path) -> None:
         write_config(model, **config)
         with pytest.raises(InputError, match="head_dim 24: vLLM on a CPU supports 32, 64"):
             flags.check(ServerOptions(model), CPU)
+    latent = {"head_dim": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 24}
+    write_config(model, **latent)
+    flags.check(ServerOptions(model), CPU)
+    write_config(model, **latent | {"kv_lora_rank": 16})
+    with pytest.raises(InputError, match=r"kv_lora_rank \+ qk_rope_head_dim 80: vLLM on a CPU supports 576"):
+        flags.check(ServerOptions(model), CPU)
 
 
 def test_refusals(fake: FakeVLLM, options: Make, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,13 +127,24 @@ def cases(config: Config | None, shift: int, *, experts: bool = False) -> list[C
 
 def narrow(arch: Architecture) -> Architecture:
     """Reduce a run's model to small sizes, except head counts, tying and layers (:func:`with_layers`)."""
+    latent = arch.latent and replace(
+        arch.latent, q_rank=arch.latent.q_rank and 10, kv_rank=12, rope_size=4, value_size=6
+    )
+    experts = arch.experts
+    if experts is not None:
+        shared = 24 * (experts.shared_ffn_size // experts.ffn_size or experts.shared_ffn_size > 0)
+        experts = replace(
+            experts, ffn_size=24, shared_ffn_size=shared, dense_layers=min(experts.dense_layers, 1)
+        )
     return replace(
         arch,
         hidden_size=32,
         head_dim=8,
         # Divisible by the same powers of 2 (up to 64) as the run's own.
         ffn_size=math.gcd(arch.ffn_size, 64),
-        experts=arch.experts and replace(arch.experts, ffn_size=24),
+        experts=experts,
+        latent=latent,
+        window=arch.window and 8,
         vocab_size=min(arch.vocab_size, 61),
         max_position_embeddings=1024,
         dtype=torch.float32,
@@ -141,9 +152,10 @@ def narrow(arch: Architecture) -> Architecture:
 
 
 def with_layers(arch: Architecture, parallel: Parallel) -> Architecture:
-    """Set the number of layers: 2 on one model chunk, else one per chunk and at least 4."""
+    """Set the number of layers: 2 on one model chunk, else one per chunk, two if the first layer has no
+    experts, and at least 4."""
     chunks = parallel.pipeline * parallel.virtual_pipeline
-    return replace(arch, num_layers=2 if chunks == 1 else max(chunks, 4))
+    return replace(arch, num_layers=2 if chunks == 1 else max(chunks * (1 if arch.uniform else 2), 4))
 
 
 def kinds(arch: Architecture) -> list[Architecture]:

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megatron_fspo.config import Optimizer
 from megatron_fspo.mcore.machine.backend import Backend
-from megatron_fspo.mcore.model.model import expert_offset, layer_offset
+from megatron_fspo.mcore.model.model import expert_offset, layer_offset, named_weights
 from megatron_fspo.mcore.model.policy import Policy
 from megatron_fspo.mcore.model.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.objective.surrogate import LossTerms
@@ -185,10 +185,10 @@ def run(policy: Policy, case: Case, scored: Scored, samples: Sequence[Sample]) -
 
 
 def _parameters(policy: Policy) -> Iterator[tuple[Row, Any]]:
-    """Yield the row of the weight table and parameter, for each parameter on this rank."""
+    """Yield the row of the weight table and value, for each parameter and router bias on this rank."""
     for chunk in policy.chunks:
         offset = layer_offset(policy.config, chunk)
-        for name, parameter in chunk.named_parameters():
+        for name, parameter in named_weights(chunk):
             yield resolve(name, policy.arch, offset, expert_offset(policy.arch, policy.groups.ep)), parameter
 
 

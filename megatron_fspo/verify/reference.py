@@ -1,7 +1,7 @@
 """The model and every policy loss by their definitions, differentiated by autograd.
 
-Plain torch in float64 on the CPU. All supported model families are computed from Hugging Face weights, one
-unpadded sequence with all its rows at a time, without packing, cache or kernels. ::
+Plain torch in float64 on the CPU. Five model families are computed from Hugging Face weights, one unpadded
+sequence with all its rows at a time, without packing, cache or kernels; the others by :mod:`.hf_model`. ::
 
     x = embed[ids]
     x = x + attention(rms_norm(x))          for every layer
@@ -29,8 +29,9 @@ Shapes: n samples, t tokens of one of them, h query heads, g KV heads, d head si
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,8 @@ from megatron_fspo.losses.common import Definition
 from megatron_fspo.types import Sample
 from megatron_fspo.weights import Architecture, Experts
 
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+"""Those of :func:`_logits`, if Mixtral has no window."""
 ZERO = torch.zeros((), dtype=torch.float64)
 
 
@@ -92,21 +95,28 @@ class Routers:
     """The routers of all layers, applied to one sequence."""
 
     given: Tensor | None = None
-    """[t - 1, layers, k] experts. Numbers ≥ E, and the last token, leave the choice to the router."""
+    """[t - 1, layers, k] experts. Numbers ≥ E, and missing last tokens, leave the choice to the router."""
+    first_layer: int = 0
+    """The first layer with a router."""
     losses: list[Tensor] = field(default_factory=list)
     """Per layer [2]: terms of B and Z."""
 
-    def choose(self, logits: Tensor, k: int) -> Tensor:
-        """Return the experts [t, k] of the next layer from its router's logits [t, E]."""
-        chosen = logits.topk(k, dim=-1).indices
-        tokens, experts = logits.shape
+    def choose(self, logits: Tensor, own: Tensor, scores: Tensor) -> Tensor:
+        """Return the experts [t, k] of the next layer, from its router's logits [t, E], its ``own`` choice
+        [t, k] and its scores [t, E], which sum to 1."""
+        experts, chosen = logits.shape[1], own
         if self.given is not None:
-            given = self.given[:, len(self.losses)].long()
-            chosen = torch.cat([torch.where(given < experts, given, chosen[:-1]), chosen[-1:]])
-        share = F.one_hot(chosen, experts).double().sum((0, 1)) / (k * tokens)
-        balance = experts * (share * logits.softmax(-1).mean(0)).sum()
+            given = self.given[:, self.first_layer + len(self.losses)].long()
+            known = torch.where(given < experts, given, own[: len(given)])
+            chosen = torch.cat([known, own[len(given) :]])
+        share = F.one_hot(chosen, experts).double().sum((0, 1)) / own.numel()
+        balance = experts * (share * scores.mean(0)).sum()
         self.losses.append(torch.stack([balance, logits.logsumexp(-1).square().mean()]))
         return chosen
+
+
+LogitsFunction = Callable[[Mapping[str, Tensor], Sequence[int], Tensor, Routers], Tensor]
+"""(weights, token ids, rows [t], routers) → logits [t, V]; see :func:`_logits`."""
 
 
 def forward(
@@ -115,8 +125,10 @@ def forward(
     samples: Sequence[Sample],
     temperature: float,
     routes: Sequence[Tensor] | None = None,
+    compute_logits: LogitsFunction | None = None,
 ) -> Scores:
-    """Score every sample at the temperature of sampling, which divides the logits.
+    """Score every sample at the temperature of sampling, which divides the logits. ``compute_logits`` is the
+    model; default: this module's.
 
     ``routes``: per sample, :attr:`Routers.given` of its P + L - 1 tokens. Raises ``ValueError`` if a weight
     is not float64.
@@ -126,11 +138,12 @@ def forward(
             raise ValueError(f"{name} is {weight.dtype}; the reference needs float64")
     rows, losses = [], []
     for number, sample in enumerate(samples):
-        routers = Routers(given=None if routes is None else routes[number])
+        given = None if routes is None else routes[number]
+        routers = Routers(given=given, first_layer=arch.dense_layers)
         ids = (sample.prompt.token_ids, sample.completion.token_ids)
         written = torch.tensor(sample.completion.loss_mask, dtype=torch.bool)
         starts = sample.completion.row_starts
-        scored = log_probs_and_entropy(weights, arch, *ids, temperature, routers, starts)
+        scored = log_probs_and_entropy(weights, arch, *ids, temperature, routers, starts, compute_logits)
         rows.append((scored[0][written], scored[1][written]))
         if routers.losses:
             losses.append(torch.stack(routers.losses).sum(0))
@@ -247,23 +260,23 @@ def log_probs_and_entropy(
     temperature: float,
     routers: Routers | None = None,
     row_starts: Sequence[int] = (),
+    compute_logits: LogitsFunction | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs [L] of one response, and the entropies [L] of its tokens' distributions, with their graph.
 
     ``prompt_ids`` has at least one token; L may be 0. ``temperature`` divides the logits. ``routers`` has the
     given experts, and collects router losses. ``row_starts`` are positions in the response that begin a row,
-    which cannot attend to earlier tokens.
+    which cannot attend to earlier tokens. ``compute_logits`` as in :func:`forward`.
     """
     ids = [*prompt_ids, *response_ids]
     rows = torch.zeros(len(ids), dtype=torch.long)
     for start in row_starts:
         rows[len(prompt_ids) + start :] += 1
-    hidden = _hidden_states(weights, arch, ids, rows, routers or Routers())
+    compute = compute_logits or partial(_logits, arch=arch)
+    logits = compute(weights, ids, rows, routers or Routers(first_layer=arch.dense_layers))
     # Position p predicts token p + 1: the prompt's last token predicts the response's first.
     first = len(prompt_ids) - 1
-    hidden = hidden[first : first + len(response_ids)]
-    head = weights["model.embed_tokens.weight" if arch.tied else "lm_head.weight"]
-    log_p = F.log_softmax(hidden @ head.T / temperature, dim=-1)  # [L, V]
+    log_p = F.log_softmax(logits[first : first + len(response_ids)] / temperature, dim=-1)  # [L, V]
     chosen = log_p.gather(-1, torch.tensor(response_ids, dtype=torch.long)[:, None])[:, 0]
     return chosen, -(log_p.exp() * log_p).sum(-1)
 
@@ -293,10 +306,10 @@ def rotary_table(arch: Architecture, count: int) -> tuple[Tensor, Tensor]:
     return angles.cos().double(), angles.sin().double()
 
 
-def _hidden_states(
-    weights: Mapping[str, Tensor], arch: Architecture, ids: Sequence[int], rows: Tensor, routers: Routers
+def _logits(
+    weights: Mapping[str, Tensor], ids: Sequence[int], rows: Tensor, routers: Routers, arch: Architecture
 ) -> Tensor:
-    """[t, hidden] after the last norm. Tokens attend to earlier ones with the same number in ``rows`` [t]."""
+    """Return [t, V]. Tokens attend to earlier ones with the same number in ``rows`` [t]."""
     x = weights["model.embed_tokens.weight"][torch.tensor(ids)]
     places = torch.cat([torch.arange(int(count)) for count in rows.bincount()])
     cos, sin = rotary_table(arch, len(ids))
@@ -308,7 +321,8 @@ def _hidden_states(
         y = _rms_norm(x, own["post_attention_layernorm.weight"], arch)
         mlp = _swiglu(own, "mlp", y) if arch.experts is None else _mixture(own, arch.experts, y, routers)
         x = x + mlp
-    return _rms_norm(x, weights["model.norm.weight"], arch)
+    head = weights["model.embed_tokens.weight" if arch.tied else "lm_head.weight"]
+    return _rms_norm(x, weights["model.norm.weight"], arch) @ head.T
 
 
 def _attention(
@@ -348,7 +362,8 @@ def _mixture(weights: Mapping[str, Tensor], experts: Experts, x: Tensor, routers
     p is the softmax over all experts, or with ``normalize_top_k`` over these k.
     """
     logits = x @ weights["mlp.gate.weight"].T
-    chosen = routers.choose(logits, experts.per_token)  # [t, k]
+    own = logits.topk(experts.per_token, dim=-1).indices
+    chosen = routers.choose(logits, own, logits.softmax(-1))  # [t, k]
     if experts.normalize_top_k:  # the softmax over these only
         p = logits.gather(-1, chosen).softmax(-1)
     else:

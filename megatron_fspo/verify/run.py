@@ -28,9 +28,10 @@ from megatron_fspo.verify.cases import (
     reference_drifts,
 )
 from megatron_fspo.verify.compare import LIMITS, Errors, compare, diagnose
+from megatron_fspo.verify.hf_model import HFModel
 from megatron_fspo.verify.layouts import Layout, choose_model
 from megatron_fspo.verify.production import build, run, score
-from megatron_fspo.verify.reference import Reference, forward, reference
+from megatron_fspo.verify.reference import FAMILIES, Reference, forward, reference
 from megatron_fspo.weights import Architecture, adapter_shapes
 
 
@@ -182,12 +183,14 @@ def references(
     for model in models if dist.get_rank() == 0 else ():
         weights = {name: tensor.double() for name, tensor in _weights(model, dtypes).items()}
         for name in adapter_shapes(model) or weights:
-            weights[name].requires_grad_()
+            weights[name].requires_grad_(not name.endswith("e_score_correction_bias"))
+        own = model.model_type in FAMILIES and model.window is None
+        compute = None if own else HFModel(model).logits
         samples, dense = make_samples(model), model.experts is None
         whole = _adapted(weights, model)
-        scores = {False: forward(whole, model, samples, temperature)}
+        scores = {False: forward(whole, model, samples, temperature, compute_logits=compute)}
         if not dense:
-            scores[True] = forward(whole, model, samples, temperature, _routes(model, dtypes))
+            scores[True] = forward(whole, model, samples, temperature, _routes(model, dtypes), compute)
         by_model[model] = {
             case.title: reference(
                 replace(scores[case.replay], weights=weights),

@@ -121,7 +121,9 @@ class Architecture:
     """Factor of what attention and MLP add to the residual stream."""
     logits_divisor: float = 1.0
     qkv_bias: bool = False
+    """In families with the choice: biases of query, key and value."""
     qk_norm: bool = False
+    """In families with the choice: norms of the heads of query and key."""
     latent: LatentAttention | None = None
     experts: Experts | None = None
     adapters: Adapters | None = None

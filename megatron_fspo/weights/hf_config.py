@@ -71,11 +71,9 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
         rotary_interleaved=family == "glm4",
         window=config.size("sliding_window") if _has_window(config, family) else None,
         **factors,
-        qkv_bias=family == "qwen2"
-        or (family in _GLM and config.optional("attention_bias") is True)
+        qkv_bias=(family in _GLM and config.optional("attention_bias") is True)
         or (family == "qwen2_moe" and config.optional("qkv_bias") is not False),
-        qk_norm=family in ("qwen3", "qwen3_moe")
-        or (family == "glm4_moe" and config.optional("use_qk_norm") is True),
+        qk_norm=family == "glm4_moe" and config.optional("use_qk_norm") is True,
         latent=latent,
         experts=_experts(config, family),
         max_position_embeddings=config.size("max_position_embeddings"),

@@ -54,13 +54,15 @@ def _qkv(kind: str, *inputs: Size, fused: bool = False, **options: Any) -> Row:
 
 _OUT = _row("row", f"{_M}self_attention.linear_proj.weight",
             _hf(f"{_H}self_attn.o_proj.weight", "hidden_size", "value_size"))
-_BIAS = _qkv("bias", when=attrgetter("qkv_bias"))
+_BIAS = _qkv("bias")
+_OPTIONAL_BIAS = replace(_BIAS, when=attrgetter("qkv_bias"))
 _QK_NORM = tuple(
     _row("replicated", f"{_M}self_attention.{one}_layernorm.weight",
-         _hf(f"{_H}self_attn.{one}_norm.weight", "head_dim"), when=attrgetter("qk_norm"))
+         _hf(f"{_H}self_attn.{one}_norm.weight", "head_dim"))
     for one in "qk"
 )
-_ATTENTION = (*_ENDS, _before("linear_qkv"), _qkv("weight", "hidden_size"), _BIAS, *_QK_NORM, _OUT)
+_OPTIONAL_QK_NORM = tuple(replace(row, when=attrgetter("qk_norm")) for row in _QK_NORM)
+_ATTENTION = (*_ENDS, _before("linear_qkv"), _qkv("weight", "hidden_size"), _OUT)
 _LOW_RANK: tuple[tuple[bool, str, str, tuple[Size, ...], Callable[[Architecture], object]], ...] = (
     (True, "q_down_proj", "q_a_proj", ("q_rank", "hidden_size"), attrgetter("q_rank")),
     (False, "q_up_proj", "q_b_proj", ("q_size", "q_rank"), attrgetter("q_rank")),
@@ -162,23 +164,28 @@ _TIED_OUTPUT = _row("vocab", "output_layer.weight", _EMBED, key="embedding.word_
 
 TABLES: Mapping[str, tuple[Row, ...]] = MappingProxyType(
     {
-        **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "granite"), (*_ATTENTION, *_mlp())),
+        **dict.fromkeys(("llama", "mistral", "granite"), (*_ATTENTION, *_mlp())),
+        "qwen2": (*_ATTENTION, _BIAS, *_mlp()),
+        "qwen3": (*_ATTENTION, *_QK_NORM, *_mlp()),
         "phi3": (*_ATTENTION_FUSED, *_mlp(_FUSED)),
         "glm4": (
-            *_ATTENTION, *_mlp(_FUSED),
+            *_ATTENTION, _OPTIONAL_BIAS, *_mlp(_FUSED),
             _row("replicated", f"{_M}self_attn_bda.norm.weight",
                  _hf(f"{_H}post_self_attn_layernorm.weight", "hidden_size")),
             _row("replicated", f"{_M}mlp_bda.norm.weight",
                  _hf(f"{_H}post_mlp_layernorm.weight", "hidden_size")),
         ),
-        "qwen3_moe": (*_ATTENTION, *_moe("mlp")),
+        "qwen3_moe": (*_ATTENTION, *_QK_NORM, *_moe("mlp")),
         "mixtral": (*_ATTENTION, *_moe("block_sparse_moe", ("w1", "w3", "w2"))),
         "qwen2_moe": (
-            *_ATTENTION, *_moe("mlp"), *_shared("shared_expert"),
+            *_ATTENTION, _OPTIONAL_BIAS, *_moe("mlp"), *_shared("shared_expert"),
             _row("replicated", f"{_M}mlp.shared_experts.gate_weight",
                  _hf(f"{_H}mlp.shared_expert_gate.weight", "one", "hidden_size")),
         ),
-        "glm4_moe": (*_ATTENTION, *_mlp(), *_moe("mlp"), *_shared("shared_experts")),
+        "glm4_moe": (
+            *_ATTENTION, _OPTIONAL_BIAS, *_OPTIONAL_QK_NORM, *_mlp(), *_moe("mlp"),
+            *_shared("shared_experts"),
+        ),
         "deepseek_v3": (*_LATENT, *_mlp(), *_moe("mlp"), *_shared("shared_experts")),
     }
 )
@@ -189,6 +196,22 @@ def rows(arch: Architecture) -> tuple[Row, ...]:
     """Return the architecture's table with its output layer."""
     table = (row for row in TABLES[arch.model_type] if row.when(arch))
     return (*table, _TIED_OUTPUT if arch.tied else _UNTIED_OUTPUT)
+
+
+def adapter_targets(arch: Architecture) -> tuple[str, ...]:
+    """Return the targets whose matrix is a tensor of its own in the files, in every layer. PEFT's names for
+    fused matrices, and for those of latent attention, are others."""
+    matrices = {
+        (row.megatron[0], tensor.name)
+        for row in rows(arch)
+        if all(row.is_in(arch, layer) for layer in range(arch.num_layers))
+        for tensor in row.hf
+    }
+    adapted = {
+        target: (a.megatron[0].partition(".adapters.")[0], a.hf[0].name.replace(".lora_A", ""))
+        for target, (a, _) in _ADAPTERS.items()
+    }
+    return tuple(target for target, (linear, hf) in adapted.items() if (f"{linear}.weight", hf) in matrices)
 
 
 def adapter_rows(arch: Architecture) -> tuple[Row, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -177,15 +178,20 @@ def sequences() -> list[list[int]]:
     ]
 
 
-def write_checkpoint(family: str, folder: Path) -> None:
-    """A float32 checkpoint in transformers' own format, all weights random: norms and biases, too."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def config(family: str) -> Any:
+    """transformers' configuration of the family's little model."""
+    from transformers import AutoConfig
 
     model_type, tied, own = _OWN[family]
-    config = AutoConfig.for_model(
-        model_type, tie_word_embeddings=tied, **{**_SIZES, "rope_parameters": _ROPE, **own}
-    )
-    model = AutoModelForCausalLM.from_config(config)
+    sizes = copy.deepcopy({**_SIZES, "rope_parameters": _ROPE, **own})  # transformers writes into it
+    return AutoConfig.for_model(model_type, tie_word_embeddings=tied, **sizes)
+
+
+def write_checkpoint(family: str, folder: Path) -> None:
+    """A float32 checkpoint in transformers' own format, all weights random: norms and biases, too."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config(family))
     generator = torch.Generator().manual_seed(len(family))
     with torch.no_grad():
         biases = [buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")]

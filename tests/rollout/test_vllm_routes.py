@@ -16,6 +16,7 @@ import torch
 from fake_server import PARAMS, FakeServer, good_answer
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from launch import REPO
 from megatron_fspo.config import VLLM
@@ -164,6 +165,31 @@ def test_a_server_without_adapters_is_refused(lora: object, lines: int) -> None:
     assert len(said) == lines and all("serve --lora-rank 4" in line for line in said)
 
 
+def test_first_layers_with_an_mlp_have_no_routes() -> None:
+    """Servers send zeros for them."""
+    routing, routes = replace(ROUTING, dense=1), some()
+    routes[:, 0] = 0
+    got = read_routes(encoded(routes), routing, tokens=TOKENS, versions=1)
+    assert torch.equal(got, torch.from_numpy(routes))
+    routes[-1, 1] = 0
+    for each in (routing, ROUTING):
+        with pytest.raises(ValueError, match="twice"):
+            read_routes(encoded(routes), each, tokens=TOKENS, versions=1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "inputs"), [({"head_dim": 8}, 24), ({"head_dim": 4, "kv_lora_rank": 6, "v_head_dim": 10}, 30)]
+)
+def test_the_first_adapter_is_of_a_matrix_that_every_family_has(
+    heads: dict[str, int], inputs: int, tmp_path: Path
+) -> None:
+    flags.write_first_adapter(tmp_path, {"hidden_size": 16, "num_attention_heads": 3, **heads})
+    factors = load_file(tmp_path / "adapter_model.safetensors")
+    stem = "base_model.model.model.layers.0.self_attn.o_proj.lora"
+    shapes = {name: tuple(factor.shape) for name, factor in factors.items()}
+    assert shapes == {f"{stem}_A.weight": (1, inputs), f"{stem}_B.weight": (16, 1)}
+
+
 HEADS = {"num_attention_heads": None, "head_dim": 8}
 
 
@@ -216,8 +242,9 @@ def test_routes_come_by_a_flag_of_vllm(tmp_path: Path, version: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     with pytest.raises(InputError, match=r"--routes: .*config\.json"):
         flags.check(asked, vllm)
-    (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_experts": 4}))
-    flags.check(asked, vllm)
+    for key in ("num_experts", "n_routed_experts", "num_local_experts"):
+        (tmp_path / "config.json").write_text(json.dumps(sizes | {key: 4}))
+        flags.check(asked, vllm)
     flag, ours = "--enable-return-routed-experts", ("--worker-cls", "--no-async-scheduling")
     assert flag not in flags.command(flags.ServerOptions(tmp_path), vllm)
     words = flags.command(asked, vllm)

@@ -8,7 +8,7 @@ from megatron_fspo.config import Config, Parallel
 from megatron_fspo.config.sections import LoRA
 from megatron_fspo.errors import InputError, InputErrors
 from megatron_fspo.weights import Adapters, Architecture, check_tensor_parallel
-from megatron_fspo.weights.table import TARGETS
+from megatron_fspo.weights.table import adapter_targets
 
 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:
@@ -89,9 +89,11 @@ def make_adapters(keys: LoRA, arch: Architecture) -> Adapters | None:
     not support adapters for a target."""
     if not keys.rank:
         return None
-    legal = TARGETS if arch.experts is None else TARGETS[:4]
+    legal = adapter_targets(arch)
     if wrong := [target for target in keys.targets if target not in legal]:
-        raise InputError(f"lora.targets: {wrong[0]}: with experts, only {', '.join(legal)} can have adapters")
+        raise InputError(
+            f"lora.targets: {wrong[0]}: {arch.model_type} models can have adapters of {', '.join(legal)} only"
+        )
     scale = keys.alpha / (math.sqrt(keys.rank) if keys.rslora else keys.rank)
     targets = tuple(target for target in legal if target in (keys.targets or legal))
     return Adapters(rank=keys.rank, scale=scale, targets=targets)

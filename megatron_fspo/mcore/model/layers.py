@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from contextlib import ExitStack
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -134,11 +135,36 @@ def _zigzag(borders: tuple[int, ...], rank: int, size: int) -> tuple[Tensor, Ten
 
 
 class LatentSelfAttention(MLASelfAttention):  # type: ignore[misc, unused-ignore]
-    """Megatron's latent attention, built as its spec says. megatron-core 0.19 would add a norm to a query
-    that is projected directly, which no model has."""
+    """Megatron's latent attention, which has RoPE angles of its own, for packs with shared prompts."""
 
-    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+    def _resolve_qk_norm_config(self, submodules: Any) -> Any:
+        # megatron-core 0.19 would add a norm to a query that is projected directly, which no model has.
         return vars(submodules)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, ...]:
+        """Compute query, key and value, and what Megatron returns with them. Called again for a layer that is
+        recomputed."""
+        batch = getattr(packed_seq_params, "batch", None)
+        with ExitStack() as stack:
+            if batch is not None and batch.prefixes:
+                hook = partial(_at_positions, positions=batch.row_positions)
+                stack.enter_context(self.rotary_pos_emb.register_forward_hook(hook))
+            out: tuple[Tensor, ...] = super().get_query_key_value_tensors(
+                hidden_states, key_value_states, position_ids, packed_seq_params, **options
+            )
+        return out
+
+
+def _at_positions(module: Any, args: Any, angles: Any, positions: Tensor) -> Any:
+    """Forward hook: select from angles [positions, ...], or with YaRN from the first of angles and factor."""
+    return (angles[0][positions], angles[1]) if isinstance(angles, tuple) else angles[positions]
 
 
 def _whole_linear() -> type[torch.nn.Module]:

@@ -49,7 +49,7 @@ def transformer_config(
         num_query_groups=arch.num_kv_heads,
         normalization="RMSNorm",
         layernorm_epsilon=arch.rms_norm_eps,
-        add_qkv_bias=arch.qkv_bias,
+        add_qkv_bias=has_parameter(arch, "self_attention.linear_qkv.bias"),
         softmax_scale=arch.attention_scale,
         window_size=None if arch.window is None else (arch.window - 1, 0),
         rotary_interleaved=arch.rotary_interleaved,
@@ -103,7 +103,8 @@ def _attention(arch: Architecture) -> dict[str, Any]:
     """Return the settings for heads."""
     latent, yarn = arch.latent, arch.yarn
     if latent is None:
-        return {"kv_channels": arch.head_dim, "qk_layernorm": arch.qk_norm}
+        normed = has_parameter(arch, "self_attention.q_layernorm.weight")
+        return {"kv_channels": arch.head_dim, "qk_layernorm": normed}
     stretched = (
         {
             "rotary_scaling_factor": yarn.factor,
@@ -194,18 +195,6 @@ def build_chunks(arch: Architecture, config: TransformerConfig, backend: Backend
             norm.register_forward_hook(lambda *call: call[-1] / arch.logits_divisor)
     install_routers(chunks, arch.experts)
     return chunks
-
-
-def rotated(chunk: GPTModel) -> list[Module]:
-    """Return the modules with RoPE angles ``rotary_pos_emb``: the chunk, or each layer's latent attention."""
-    if not chunk.config.multi_latent_attention:
-        return [chunk]
-    return [layer.self_attention for layer in chunk.decoder.layers]
-
-
-def at_positions(angles: Any, positions: Tensor | slice) -> Any:
-    """Select from angles [positions, ...]; with YaRN, from the first of angles and a factor."""
-    return (angles[0][positions], angles[1]) if isinstance(angles, tuple) else angles[positions]
 
 
 def named_weights(chunk: Module) -> Iterator[tuple[str, Tensor]]:

@@ -24,7 +24,6 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_fspo.mcore.model.model import at_positions, rotated
 from megatron_fspo.mcore.normalise import megatron_loss
 from megatron_fspo.objective.surrogate import LossInputs, LossTerms, PolicyObjective, TurnInputs
 from megatron_fspo.packing.batch import MicroBatch
@@ -59,12 +58,9 @@ def forward(batch: MicroBatch, model: Module) -> Tensor:
     )
     with ExitStack() as stack:
         stack.enter_context(_output_layer_passes_on(gpt))
-        if batch.prefixes:
-            for owner in rotated(gpt):
-                hook = owner.rotary_pos_emb.register_forward_hook(
-                    lambda *call: at_positions(call[-1], batch.row_positions)
-                )
-                stack.enter_context(hook)
+        if batch.prefixes and not gpt.config.multi_latent_attention:  # whose layers have the angles
+            angles = gpt.rotary_pos_emb
+            stack.enter_context(angles.register_forward_hook(lambda *call: call[-1][batch.row_positions]))
         hidden: Tensor = model(batch.tokens, batch.row_positions[None], None, packed_seq_params=packed)
     return hidden
 

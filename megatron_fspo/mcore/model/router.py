@@ -14,7 +14,7 @@ k of E experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,13 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]
     batch: MicroBatch | None
     """Micro-batch in its layer's forward; None outside, or without a :class:`RouterPass`."""
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PolicyRouter:
+        """Convert to another dtype or device, except the bias, which stays float32. Megatron converts it back
+        in the first pass, when its loaded values are already rounded."""
+        super()._apply(fn, recurse)
+        self._maintain_float32_expert_bias()
+        return self
+
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose experts: logits [r, 1, E] → weights [r, E], 0 for experts not chosen, and the
         choice [r, E], bool. Ignores ``padding_mask``: padding is routed, too."""
@@ -92,7 +99,7 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]
 
     def _choice(self, logits: Tensor) -> Tensor:
         """Return what a sigmoid router chooses by [r, E]: score and bias, -inf outside of the best groups."""
-        choice = logits.sigmoid() + self.expert_bias
+        choice: Tensor = logits.sigmoid() + self.expert_bias
         if self.experts.groups > 1:
             groups = choice.view(len(choice), self.experts.groups, -1)
             best = groups.topk(2, dim=2).values.sum(2).topk(self.experts.group_top_k, dim=1).indices

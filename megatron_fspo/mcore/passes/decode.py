@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_fspo.mcore.model.model import at_positions, rotated
 from megatron_fspo.parallel.groups import ParallelGroups, any_rank, broadcast_first
 
 # Attributes in which Megatron keeps the flag for sequence parallelism.
@@ -92,7 +91,9 @@ class _Rotary(Module):
         return 0  # forward() ignores it
 
     def forward(self, *_: Any, **__: Any) -> Tensor | tuple[Tensor, float]:
-        return at_positions(self._angles, self.positions)
+        if isinstance(self._angles, tuple):
+            return self._angles[0][self.positions], self._angles[1]
+        return self._angles[self.positions]
 
 
 class Decoder:
@@ -158,7 +159,7 @@ class Decoder:
         start, self._length = self._length, self._length + ids.shape[1]
         positions = torch.arange(start, self._length, device=ids.device).expand_as(ids)
         for chunk in self._chunks:
-            for owner in rotated(chunk):
+            for owner in _rotated(chunk):
                 owner.rotary_pos_emb.positions = slice(start, self._length)
 
         stages, mine = self._pipeline.size(), self._pipeline.rank()
@@ -212,5 +213,12 @@ def _settings(chunks: Sequence[GPTModel], max_tokens: int) -> Iterator[tuple[Any
             scale = getattr(layer.self_attention, "softmax_scale", chunk.config.softmax_scale)
             window = chunk.config.window_size and chunk.config.window_size[0] + 1
             yield layer.self_attention, "core_attention", _CachedAttention(max_tokens, scale, window)
-        for owner in rotated(chunk):
+        for owner in _rotated(chunk):
             yield owner, "rotary_pos_emb", _Rotary(owner.rotary_pos_emb, max_tokens)
+
+
+def _rotated(chunk: GPTModel) -> list[Any]:
+    """Return the modules with RoPE angles: the chunk, or each layer's latent attention."""
+    if not chunk.config.multi_latent_attention:
+        return [chunk]
+    return [layer.self_attention for layer in chunk.decoder.layers]

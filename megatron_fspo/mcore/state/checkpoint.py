@@ -282,6 +282,8 @@ def _pieces(block: Block, first: int, end: int, limit: int) -> Iterator[tuple[Bo
 def _tensors(state: ParameterState, key: str, first: int, end: int) -> Iterator[tuple[str, Tensor]]:
     """Yield the values ``first`` to ``end`` of a parameter and of its optimizer state, under their keys."""
     yield key, state.parameter.detach().view(-1)[first:end]
+    if not state.parameter.requires_grad:
+        return
     here = slice(first - state.first, end - state.first)
     if state.has_main_copy:
         yield _state_key(_MAIN, key), state.main[here]

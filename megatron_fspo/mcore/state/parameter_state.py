@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_fspo.mcore.model.lora import is_adapter
-from megatron_fspo.mcore.model.model import is_expert, layer_offset
+from megatron_fspo.mcore.model.model import is_expert, layer_offset, named_weights
 from megatron_fspo.mcore.model.policy import Policy
 from megatron_fspo.weights import resolve, shard_slices
 
@@ -53,7 +53,8 @@ class Block:
 class ParameterState:
     """A parameter, and the range ``first`` to ``end`` of its values that this rank's optimizer holds."""
 
-    parameter: Parameter
+    parameter: Tensor
+    """Or a buffer, which no optimizer updates."""
     blocks: list[Block]
     main: Tensor
     """[end - first] values that the optimizer updates: the fp32 copy, or the parameter's own memory."""
@@ -74,18 +75,22 @@ class ParameterState:
 
 
 def parameter_states(policy: Policy) -> Iterator[ParameterState]:
-    """Yield the state of every trained parameter of this rank."""
+    """Yield the state of every trained parameter of this rank and, without adapters, of every buffer."""
     held, shares = _held(policy), {} if policy.parallel.distributed_optimizer else _shares(policy)
+    first_copy = policy.groups.copies(expert=False).rank() == 0
     for chunk in policy.chunks:
         described = chunk.sharded_state_dict()
-        for name, parameter in chunk.named_parameters():
-            if not parameter.requires_grad:
+        for name, parameter in named_weights(chunk):
+            buffer = policy.arch.adapters is None and not isinstance(parameter, Parameter)
+            if not (parameter.requires_grad or buffer):
                 continue
             main, first = torch.empty(0, device=parameter.device), 0
             state: dict[str, Tensor] = {}
             if parameter in held:
                 main, first = held[parameter].main, held[parameter].first
                 state = held[parameter].inner.state.get(main, {})
+            elif buffer:
+                main = parameter if first_copy else main
             yield ParameterState(
                 parameter=parameter,
                 blocks=(
@@ -100,10 +105,10 @@ def parameter_states(policy: Policy) -> Iterator[ParameterState]:
             )
 
 
-def _shares(policy: Policy) -> dict[Parameter, range]:
+def _shares(policy: Policy) -> dict[Tensor, range]:
     """Return the range of each parameter that this rank writes without a distributed optimizer: ranks with
     copies write equal, contiguous shares of all experts' parameters, and of all others."""
-    shares = {}
+    shares: dict[Tensor, range] = {}
     for expert in (False, True):
         group, passed = policy.groups.copies(expert=expert), 0
         named = [pair for chunk in policy.chunks for pair in chunk.named_parameters()]
@@ -139,7 +144,7 @@ def extra_states(policy: Policy) -> Iterator[str]:
                 yield item.unique_key
 
 
-def _blocks(item: ShardedTensor | ShardedTensorFactory, parameter: Parameter) -> Iterator[Block]:
+def _blocks(item: ShardedTensor | ShardedTensorFactory, parameter: Tensor) -> Iterator[Block]:
     for shard in item.build() if isinstance(item, ShardedTensorFactory) else [item]:
         *copies, _ = _as_tuple(shard.replica_id)  # the last is the data-parallel rank
         yield Block(
@@ -153,7 +158,7 @@ def _blocks(item: ShardedTensor | ShardedTensorFactory, parameter: Parameter) ->
         )
 
 
-def _adapter_block(policy: Policy, chunk: GPTModel, name: str, parameter: Parameter) -> Block:
+def _adapter_block(policy: Policy, chunk: GPTModel, name: str, parameter: Tensor) -> Block:
     """Return the block of an adapter factor, which Megatron cannot map: one box of a tensor of all layers."""
     group, arch, offset = policy.groups.tp, policy.arch, layer_offset(policy.config, chunk)
     row = resolve(name, arch, offset)
@@ -181,9 +186,9 @@ class _Held:
     first: int = 0
 
 
-def _held(policy: Policy) -> dict[Parameter, _Held]:
+def _held(policy: Policy) -> dict[Tensor, _Held]:
     """Map each parameter of which the optimizer holds values to the tensor that the optimizer updates."""
-    held: dict[Parameter, _Held] = {}
+    held: dict[Tensor, _Held] = {}
     optimizer = policy.optimizer
     for each in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
         inner = each.optimizer

@@ -30,7 +30,8 @@ def read_routes(sent: str | None, routing: Routing, *, tokens: int, versions: in
     if data[:8] != b"\x93NUMPY\x01\x00" or header != wanted or len(data) != start + math.prod(shape):
         raise ValueError(f"got {len(data)} bytes of {header[:100]!r}, expected {wanted}")
     experts = torch.frombuffer(data, dtype=torch.uint8, offset=start)
-    columns = experts.view(-1, routing.per_token).t().contiguous()  # fast to compare
+    routed = experts.view(shape)[:, routing.dense :]
+    columns = routed.reshape(-1, routing.per_token).t().contiguous()  # fast to compare
     if (largest := int(columns.max())) >= routing.experts:
         raise ValueError(f"got expert {largest}, but a layer has {routing.experts}")
     if any((columns[i + 1 :] == columns[i]).any() for i in range(routing.per_token - 1)):

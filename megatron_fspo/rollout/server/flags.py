@@ -16,8 +16,10 @@ from typing import Any, Literal
 from megatron_fspo.errors import InputError
 from megatron_fspo.rollout.common import COLOCATED_SHARE, KEY_VARIABLE, MODEL, api_key, is_loopback
 
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+CPU_HEAD_DIMS: tuple[int, ...] = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that the CPU attention of vLLM 0.32 supports."""
+CPU_LATENT_DIMS: tuple[int, ...] = (576,)
+"""The same for latent attention, the compressed key and value with the rotated key."""
 BACKENDS = {"gloo": "gloo", "disk": "disk", "nccl": "torch_nccl"}
 """Value of ``vllm.transfer`` → name under which our plugin registers it in vLLM."""
 EXTENSION = "megatron_fspo.rollout.server.inside.checksums.WorkerExtension"
@@ -27,6 +29,8 @@ ROUTES_WORKER = "megatron_fspo.rollout.server.inside.cpu_routes.RoutesWorker"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for ``--max-lora-rank``."""
 LORA_TARGETS = tuple(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
+EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""Names in config.json for the number of experts of a layer."""
 GUARD = "megatron_fspo.rollout.server.inside.require_key.RequireKey"
 """Middleware that requires the key on every route but health."""
 
@@ -168,14 +172,17 @@ def check(options: ServerOptions, vllm: Installation) -> None:
             f"set {KEY_VARIABLE} (`openssl rand -hex 32`) here and for the trainer, or --anyone-may-run-code"
         )
     config = model_config(options.model)
-    head_dim = _head_dim(config)
     if not 0 <= options.lora_rank <= LORA_RANKS[-1]:
         raise InputError(f"--lora-rank {options.lora_rank}: vLLM supports 1 to {LORA_RANKS[-1]}")
-    if options.routes and not config.get("num_experts"):
-        raise InputError(f"--routes: {options.model}/config.json has no experts (num_experts)")
-    if vllm.on_cpu and head_dim and head_dim not in CPU_HEAD_DIMS:
-        sizes = ", ".join(map(str, CPU_HEAD_DIMS))
-        raise InputError(f"{options.model}/config.json: head_dim {head_dim}: vLLM on a CPU supports {sizes}")
+    if options.routes and not any(config.get(key) for key in EXPERT_KEYS):
+        raise InputError(f"--routes: {options.model}/config.json has no experts ({', '.join(EXPERT_KEYS)})")
+    key, head_dim, legal = "head_dim", _head_dim(config), CPU_HEAD_DIMS
+    if config.get("kv_lora_rank"):
+        key, head_dim = "kv_lora_rank + qk_rope_head_dim", config["kv_lora_rank"] + config["qk_rope_head_dim"]
+        legal = CPU_LATENT_DIMS
+    if vllm.on_cpu and head_dim and head_dim not in legal:
+        sizes = ", ".join(map(str, legal))
+        raise InputError(f"{options.model}/config.json: {key} {head_dim}: vLLM on a CPU supports {sizes}")
 
 
 def model_config(model: Path) -> dict[str, Any]:
@@ -193,6 +200,9 @@ def model_config(model: Path) -> dict[str, Any]:
 
 
 def _head_dim(config: Mapping[str, Any]) -> int | None:
+    """Return the size of a head's values; with latent attention, queries and keys have another one."""
+    if config.get("v_head_dim"):
+        return int(config["v_head_dim"])
     if not config.get("head_dim") and "hidden_size" in config and config.get("num_attention_heads"):
         return int(config["hidden_size"] // config["num_attention_heads"])
     return config.get("head_dim")
@@ -207,12 +217,12 @@ def write_first_adapter(folder: Path, config: Mapping[str, Any]) -> None:
     hidden, heads, head_dim = config.get("hidden_size"), config.get("num_attention_heads"), _head_dim(config)
     if not (hidden and heads and head_dim):
         raise InputError("--lora-rank: the model's config.json lacks hidden_size or num_attention_heads")
-    sizes = {"A": (1, hidden), "B": (heads * head_dim, 1)}
+    sizes = {"A": (1, heads * head_dim), "B": (hidden, 1)}
     folder.mkdir(parents=True, exist_ok=True)
-    stem = "base_model.model.model.layers.0.self_attn.q_proj.lora"
+    stem = "base_model.model.model.layers.0.self_attn.o_proj.lora"
     factors = {f"{stem}_{name}.weight": torch.zeros(size) for name, size in sizes.items()}
     save_file(factors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    content = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"], "bias": "none"}
+    content = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["o_proj"], "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(content), encoding="utf-8")
 
 

@@ -1,0 +1,187 @@
+"""The model as transformers computes it, as float64 reference for families without one of our own.
+
+transformers asks for float32 in norms, softmax and routers; a mode of torch turns these requests into
+float64, except where positions become angles, which both sides define in float32. Weights keep the names of
+the files: gradients reach them through the tensors into which transformers stacks experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn import Embedding, Module
+from torch.overrides import TorchFunctionMode
+
+from megatron_fspo.verify.reference import Routers, plain_name
+from megatron_fspo.weights import Architecture
+
+_CASTS = ("to", "type", "softmax", "sum")
+
+
+class HFModel:
+    """A model of transformers with weights that are given in each call."""
+
+    def __init__(self, arch: Architecture) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.for_model(**hf_config(arch))
+        config._experts_implementation = "eager"
+        self._arch, self._wide = arch, _Wide()
+        self._model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        for module in self._model.modules():
+            if isinstance(module, Embedding):
+                module.padding_idx = None  # whose gradient would be left out
+            if "Rotary" in type(module).__name__:
+                module.register_forward_pre_hook(self._wide.stop)
+                module.register_forward_hook(self._wide.go_on)
+
+    def logits(
+        self, weights: Mapping[str, Tensor], ids: Sequence[int], rows: Tensor, routers: Routers
+    ) -> Tensor:
+        """Return float64 logits [t, V] of a sequence; tokens attend to earlier ones of the same number in
+        ``rows`` [t]."""
+        # Where positions begin anew, transformers masks earlier tokens.
+        positions = torch.cat([torch.arange(int(count)) for count in rows.bincount()])[None]
+        inputs = {"input_ids": torch.tensor(ids)[None], "position_ids": positions, "use_cache": False}
+        with ExitStack() as stack:
+            for module in self._model.modules():
+                if "Router" in type(module).__name__:
+                    stack.enter_context(module.register_forward_hook(self._routed(routers)))
+            stack.enter_context(self._wide)
+            logits: Tensor = functional_call(self._model, self._names(weights), (), inputs).logits[0]
+        return logits
+
+    def _names(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights under transformers' names, which stacks the experts of a layer."""
+        named = {plain_name(name): tensor for name, tensor in weights.items() if ".lora_" not in name}
+        for layer in range(self._arch.dense_layers, self._arch.num_layers):
+            block = f"model.layers.{layer}.mlp.experts"
+            each = [
+                [named.pop(f"{block}.{expert}.{one}_proj.weight") for one in ("gate", "up", "down")]
+                for expert in range(self._arch.num_experts)
+            ]
+            named[f"{block}.gate_up_proj"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in each])
+            named[f"{block}.down_proj"] = torch.stack([down for _, _, down in each])
+        return named
+
+    def _routed(self, routers: Routers) -> Any:
+        """Return a hook that reports a router's choice, and replaces it by the given experts."""
+        experts = self._arch.experts
+        assert experts is not None
+
+        def hook(module: Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+            logits, weights, own = output
+            scores = logits.sigmoid() if experts.sigmoid else logits.softmax(-1)
+            chosen = routers.choose(logits, own, scores / scores.sum(-1, keepdim=True))
+            if torch.equal(chosen, own):
+                return output
+            weights = scores.gather(1, chosen)
+            if experts.normalize_top_k:
+                weights = weights / weights.sum(-1, keepdim=True)
+            return logits, weights * experts.scale, chosen
+
+        return hook
+
+
+class _Wide(TorchFunctionMode):
+    """Turns a request for float32 of a float64 tensor into one for float64."""
+
+    active = True
+
+    def stop(self, *_: Any) -> None:
+        self.active = False
+
+    def go_on(self, *_: Any) -> None:
+        self.active = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        wide = args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
+        if self.active and wide:
+            name = getattr(func, "__name__", "").strip("_")  # our CPU backend replaces ``to`` by ``_to``
+            if name == "float":
+                return args[0]
+            if name in _CASTS:
+                args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+                if kwargs.get("dtype") is torch.float32:
+                    kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def hf_config(arch: Architecture) -> dict[str, Any]:
+    """Return a ``config.json`` that ``read_architecture`` reads as ``arch``."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": arch.rope_theta}
+    if arch.rotary_share != 1:
+        rope["partial_rotary_factor"] = arch.rotary_share
+    if arch.rope_factor is not None:
+        rope |= {"rope_type": "llama3", "factor": arch.rope_factor, "low_freq_factor": 1.0}
+        rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if (yarn := arch.yarn) is not None:
+        keys = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        rope |= {"rope_type": "yarn", "original_max_position_embeddings": yarn.original_length}
+        rope |= {key: getattr(yarn, key) for key in keys}
+    config: dict[str, Any] = {
+        "model_type": arch.model_type,
+        "num_hidden_layers": arch.num_layers,
+        "hidden_size": arch.hidden_size,
+        "num_attention_heads": arch.num_heads,
+        "num_key_value_heads": arch.num_kv_heads,
+        "intermediate_size": arch.ffn_size,
+        "vocab_size": arch.vocab_size,
+        "tie_word_embeddings": arch.tied,
+        "rms_norm_eps": arch.rms_norm_eps,
+        "rope_parameters": rope,
+        "max_position_embeddings": arch.max_position_embeddings,
+        "hidden_act": "silu",
+        "pad_token_id": None,
+        "dtype": "float32",
+    }
+    if arch.model_type in ("mistral", "mixtral", "phi3"):
+        config["sliding_window"] = arch.window
+    if arch.model_type == "granite":
+        config["attention_multiplier"] = arch.attention_scale
+        config["embedding_multiplier"] = arch.embedding_scale
+        config["residual_multiplier"] = arch.residual_scale
+        config["logits_scaling"] = arch.logits_divisor
+    if arch.model_type in ("glm4", "glm4_moe"):
+        config["attention_bias"] = arch.qkv_bias
+    if arch.model_type == "glm4_moe":
+        config["use_qk_norm"] = arch.qk_norm
+    if (latent := arch.latent) is None:
+        config["head_dim"] = arch.head_dim
+    else:
+        config["q_lora_rank"], config["kv_lora_rank"] = latent.q_rank, latent.kv_rank
+        config["qk_nope_head_dim"] = arch.head_dim - latent.rope_size
+        config["qk_rope_head_dim"], config["v_head_dim"] = latent.rope_size, latent.value_size
+    return config | _experts(arch)
+
+
+def _experts(arch: Architecture) -> dict[str, Any]:
+    experts = arch.experts
+    if experts is None:
+        return {}
+    if arch.model_type == "mixtral":
+        sizes = {"num_local_experts": experts.count, "intermediate_size": experts.ffn_size}
+        return sizes | {"num_experts_per_tok": experts.per_token}
+    config: dict[str, Any] = {
+        "n_routed_experts" if experts.sigmoid else "num_experts": experts.count,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.ffn_size,
+        "norm_topk_prob": experts.normalize_top_k,
+    }
+    if arch.model_type == "qwen2_moe":
+        config |= {"shared_expert_intermediate_size": experts.shared_ffn_size, "qkv_bias": arch.qkv_bias}
+    if experts.sigmoid:
+        config |= {
+            "n_shared_experts": experts.shared_ffn_size // experts.ffn_size,
+            "first_k_dense_replace": experts.dense_layers,
+            "routed_scaling_factor": experts.scale,
+            "n_group": experts.groups,
+            "topk_group": experts.group_top_k,
+        }
+    return config

@@ -1,0 +1,135 @@
+"""On every rank: gradients of models that transformers computes for ``verify``, and faults in them.
+
+family_gradients_worker.py OUT
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import shared_experts
+from patching import Patch, wrap
+
+from families import config
+from megatron_fspo.mcore.machine.backend import choose_backend
+from megatron_fspo.mcore.machine.startup import join, start, stop
+from megatron_fspo.mcore.model import layers
+from megatron_fspo.mcore.model.router import PolicyRouter
+from megatron_fspo.verify.cases import TEMPERATURE, cases, make_routes, make_samples, narrow, random_weights
+from megatron_fspo.verify.layouts import choose_model, parse_layout
+from megatron_fspo.verify.production import build
+from megatron_fspo.verify.run import check_cases, references
+from megatron_fspo.weights import Architecture, read_architecture
+
+BACKEND = choose_backend("cpu")
+LAYOUTS = {
+    "mistral": ("cp2", "recompute"),
+    "phi3": ("tp2.sp", "pp2"),
+    "granite": ("pp2", "cp2"),
+    "glm4": ("tp2.sp", "pp2.vpp2"),
+    "qwen2_moe": ("moe.tp2.sp", "ep2"),
+    "glm4_moe": ("moe.tp2.sp", "moe.pp2"),
+    "deepseek_v3": ("moe.tp2.sp", "moe.recompute", "moe.cp2"),
+    "moonlight": ("moe.pp2", "ep2"),
+}
+"""Family → layouts on 2 ranks; each of these occurs with attention and with experts."""
+
+
+def doubled(real: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Whatever the function returns, twice."""
+    out = real(self, *args, **kwargs)
+    return None if out is None else 2 * out
+
+
+def without_bias(real: Any, self: Any, logits: torch.Tensor) -> torch.Tensor:
+    bias = self.expert_bias.clone()
+    self.expert_bias.zero_()
+    out: torch.Tensor = real(self, logits)
+    self.expert_bias.copy_(bias)
+    return out
+
+
+def longer_window(real: Any, *args: Any, window: int, **kwargs: Any) -> Any:
+    return real(*args, window=window + 1, **kwargs)
+
+
+def halves_swapped(real: Any, t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return real(t.flip(-1), *args, **kwargs)
+
+
+FAULTS: dict[str, tuple[str, str, Any, str, Any]] = {
+    "window_off_by_one": ("mistral", "recompute", layers, "packed_attention", longer_window),
+    "no_bias_of_the_router": ("glm4_moe", "moe.tp2.sp", PolicyRouter, "_choice", without_bias),
+    "shared_expert_twice": ("qwen2_moe", "ep2", shared_experts.SharedExpertMLP, "forward", doubled),
+    "latent_rope_flipped": (
+        "deepseek_v3",
+        "moe.tp2.sp",
+        multi_latent_attention,
+        "apply_rotary_pos_emb",
+        halves_swapped,
+    ),
+}
+"""Name → family, layout, owner and name of what is replaced, and by what."""
+
+
+def model_of(family: str) -> Architecture:
+    with tempfile.TemporaryDirectory() as folder:
+        config(family).save_pretrained(folder)
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_bytes()) | {"dtype": "float32"}), encoding="utf-8")
+        return narrow(read_architecture(folder))
+
+
+def results(family: str, name: str, patch: Patch) -> list[dict[str, Any]]:
+    """What verify says of the layout: FSPO with shared prompts, and of experts losses and replay as well."""
+    layout = parse_layout(name, world_size=dist.get_world_size())
+    arch = choose_model(layout, model_of(family))
+    asked = {case.name: case for case in cases(None, 0, experts=True)}
+    chosen = [replace(asked["fspo"], split="2 micro-batches", share=True, replay=False)]
+    if arch.experts:
+        chosen += [replace(asked["router-losses"], split="uneven"), replace(chosen[0], replay=True)]
+    wanted = references([arch], [], chosen, TEMPERATURE)[arch]
+    stop()
+    groups = start(BACKEND, parallel=layout.parallel, seed=1)
+    routes = make_routes(arch, make_samples(arch)) if arch.experts else None
+    with patch:
+        policy = build(layout, arch, random_weights(arch), BACKEND, groups, torch.float64)
+        checked = check_cases(policy, layout, chosen, wanted, TEMPERATURE, routes)
+    stop()
+    join(BACKEND)
+    return [
+        {
+            "problems": result.problems,
+            "gradient": result.errors.gradient,
+            "log_prob": result.errors.log_prob,
+            "grad_norm": result.grad_norm,
+        }
+        for result in checked
+    ]
+
+
+def main() -> None:
+    join(BACKEND)
+    found = {
+        f"{family} {layout}": results(family, layout, nullcontext())
+        for family, layouts in LAYOUTS.items()
+        for layout in layouts
+    }
+    for fault, (family, layout, owner, name, replacement) in FAULTS.items():
+        found[fault] = results(family, layout, wrap(owner, name, replacement))
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    stop()
+
+
+if __name__ == "__main__":
+    main()
