@@ -13,6 +13,7 @@ from weights_helpers import refused
 from hub_configs import CONFIGS
 from megatron_fspo.weights import Architecture, Experts, read_architecture
 from megatron_fspo.weights.architecture import LatentAttention, Yarn
+from megatron_fspo.weights.table import adapter_targets
 
 LATENT: dict[str, Any] = {"kv_rank": 512, "rope_size": 64, "value_size": 128}
 GLM = {"rotary_share": 0.5, "qkv_bias": True}
@@ -134,3 +135,18 @@ def test_what_would_be_another_model_is_refused(
 ) -> None:
     write(tmp_path, model, **changes)
     refused(lambda: read_architecture(tmp_path), tmp_path, f"{tmp_path / 'config.json'}: {key} ")
+
+
+@pytest.mark.parametrize(
+    ("model", "targets"),
+    [
+        ("Mistral-7B-v0.1", "q k v o gate up down"),
+        ("GLM-4-9B-0414", "q k v o down"),  # gate and up are one tensor of the files, and q, k and v of Phi's
+        ("Phi-4", "o down"),
+        ("GLM-4.5-Air", "q k v o"),
+        ("Moonlight-16B-A3B", "o"),
+    ],
+)
+def test_adapters_are_of_matrices_that_the_files_name(tmp_path: Path, model: str, targets: str) -> None:
+    write(tmp_path, model)
+    assert adapter_targets(read_architecture(tmp_path)) == tuple(targets.split())
