@@ -162,7 +162,7 @@ class Completion:
     environment_seconds: float = field(default=0.0, compare=False)
     """Total time of the environment's replies."""
     routes: Any = None
-    """Experts of each token, uint8 [P + R - 1, layers, k] for P prompt tokens and R tokens after them. The
+    """Experts of each token, [P + R - 1, layers, k] for P prompt tokens and R tokens after them. The
     last token has no entry, as the sampler did not read it. None: not reported."""
     route_problem: str = ""
     """Why there are no routes, although they were requested."""

@@ -15,8 +15,15 @@ from torch.nn.functional import pad
 
 Row = Tensor | Sequence[int] | Sequence[float]
 
-NO_ROUTE = 255
-"""Stands for an expert where a token has no route: its router chooses."""
+
+def route_dtype(experts: int) -> torch.dtype:
+    """Return the dtype of routes: one that holds the numbers of a layer's experts, and :func:`no_route`."""
+    return torch.uint8 if experts <= 255 else torch.int16
+
+
+def no_route(dtype: torch.dtype) -> int:
+    """Return what stands for an expert where a token has no route, so that its router chooses."""
+    return torch.iinfo(dtype).max
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +55,8 @@ class Sequences:
     """[m] positions in the response where its further rows begin: their tokens attend to them alone, at
     positions from 0. None: every sequence is one row."""
     routes: Tensor | None = None
-    """[Σ (P + R − 1) + 1, layers, k] uint8: the sampler's experts for all tokens except the last of each
-    sequence; :data:`NO_ROUTE` where unknown, and in the last entry."""
+    """[Σ (P + R − 1) + 1, layers, k] of :func:`route_dtype`: the sampler's experts for all tokens except the
+    last of each sequence; :func:`no_route` where unknown, and in the last entry."""
 
     @cached_property
     def places(self) -> Tensor:
@@ -109,7 +116,7 @@ class Sequences:
             index: numbers of the sequences in the step; by default 0, 1, …
             loss_mask: one row per response, 1 where the policy wrote the token; by default everywhere.
             row_starts: one row per response, positions of other tokens that begin a row.
-            routes: [Σ (P + R − 1), layers, k] uint8, sequence by sequence.
+            routes: [Σ (P + R − 1), layers, k], sequence by sequence.
 
         Raises:
             ValueError: an empty prompt, or inconsistent sizes.
@@ -133,7 +140,7 @@ class Sequences:
         if routes is not None:
             if len(routes) != (prompt_lengths + whole - 1).sum():
                 raise ValueError(f"routes has {len(routes)} tokens, which does not match the sequences")
-            routes = torch.cat([routes, routes.new_full((1, *routes.shape[1:]), NO_ROUTE)])
+            routes = torch.cat([routes, routes.new_full((1, *routes.shape[1:]), no_route(routes.dtype))])
         pairs = [row for pair in zip(prompts, responses, strict=True) for row in pair]
         return cls(
             index=torch.arange(len(prompts)) if index is None else torch.tensor(index, dtype=torch.long),
@@ -237,8 +244,8 @@ class MicroBatch:
     rollout_weights: Tensor | None = None
     """[t] finite factors on each token's policy gradient, from a rollout correction; None: all 1."""
     routes: Tensor | None = None
-    """[t, layers, k] uint8: experts of this rank's layers that an earlier pass or the sampler sent each token
-    to; :data:`NO_ROUTE` where unknown."""
+    """[t, layers, k]: experts of this rank's layers that an earlier pass or the sampler sent each token
+    to; :func:`no_route` where unknown."""
     router: Any = None
     """The :class:`~megatron_fspo.mcore.model.router.RouterPass` of the pass; None: routers only route."""
     totals: StepTotals

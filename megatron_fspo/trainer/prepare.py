@@ -30,7 +30,6 @@ from megatron_fspo.mcore.machine.backend import Backend, check_dtype, check_head
 from megatron_fspo.mcore.machine.sizes import check_parallel, check_world, make_adapters, shares_prompts
 from megatron_fspo.mcore.passes.fp8 import check_fp8
 from megatron_fspo.objective.noise import Noise
-from megatron_fspo.packing.batch import NO_ROUTE
 from megatron_fspo.record.trackers import check_trackers
 from megatron_fspo.rewards import check_reward
 from megatron_fspo.rollout.client.connect import Needs, absent_servers, check_options
@@ -176,8 +175,6 @@ def _disagreements(config: Config, world_size: int, arch: Architecture | None) -
         )
     if arch is not None and arch.experts is None and config.moe.in_use:
         yield "the keys of [moe] need a mixture of experts, but the model is dense"
-    if arch is not None and arch.num_experts > NO_ROUTE:
-        yield f"a layer of the model has {arch.num_experts} experts; the maximum is {NO_ROUTE}"
     if config.data.validation is None and config.evaluation.every:
         yield "evaluation.every > 0 needs data.validation (or set evaluation.every = 0)"
 

@@ -17,7 +17,7 @@ from megatron_fspo.config import Config
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.mcore.machine.backend import Backend
 from megatron_fspo.mcore.machine.sizes import shares_prompts
-from megatron_fspo.packing.batch import NO_ROUTE, MicroBatches, Sequences, as_row
+from megatron_fspo.packing.batch import MicroBatches, Sequences, as_row, no_route, route_dtype
 from megatron_fspo.packing.pack import Pack, PackLayout, Plan, collate_packs, plan_step
 from megatron_fspo.packing.plan import attention_costs
 from megatron_fspo.parallel.groups import ParallelGroups, broadcast_first, exchange, pack_layout
@@ -356,11 +356,14 @@ def _bring(
     # The first ranks of the model replicas exchange values and broadcast them within their copies.
     if groups.is_replica_leader:
         values = [[getattr(rollout.held[n], name) for n in to if n in rollout.held] for to in wanted]
-        outgoing = [[as_row(x, dtype).flatten() for x in part if x is not None] for part in values]
-        flat, _ = exchange(outgoing, dtype, group=groups.dp)
+        rows = [[as_row(x, dtype).flatten() for x in part if x is not None] for part in values]
+        # As bytes: NCCL has no int16.
+        outgoing = [[row.view(torch.uint8) for row in part] for part in rows]
+        flat, _ = exchange(outgoing, torch.uint8, group=groups.dp)
     else:
-        flat = torch.zeros(sum(sizes), dtype=dtype)
-    return torch.split(broadcast_first(flat.to(device), groups.pp, groups.cp, groups.tp).cpu(), sizes)
+        flat = torch.zeros(sum(sizes) * dtype.itemsize, dtype=torch.uint8)
+    whole = broadcast_first(flat.to(device), groups.pp, groups.cp, groups.tp).cpu().view(dtype)
+    return torch.split(whole, sizes)
 
 
 def _routes(
@@ -370,12 +373,13 @@ def _routes(
     routing: Routing,
     layers: Sequence[int],
 ) -> Tensor:
-    """Return the responses' routes, uint8 [Σ (P + R − 1), layers, k], ``NO_ROUTE`` if unknown. Collective."""
+    """Return the responses' routes [Σ (P + R − 1), layers, k], ``no_route`` if unknown. Collective."""
     tokens = (rollout.prompt_lengths + rollout.response_lengths - 1)[numbers]
     known = (rollout.routed[numbers] > 0).repeat_interleave(tokens)
     shape = (int(known.sum()), routing.layers, routing.per_token)
-    (sent,) = bring("routes", torch.uint8, [math.prod(shape)])
-    routes = sent.new_full((len(known), len(layers), routing.per_token), NO_ROUTE)
+    dtype = route_dtype(routing.experts)
+    (sent,) = bring("routes", dtype, [math.prod(shape)])
+    routes = sent.new_full((len(known), len(layers), routing.per_token), no_route(dtype))
     routes[known] = sent.view(shape)[:, list(layers)]
     return routes
 

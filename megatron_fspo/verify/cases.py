@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_fspo.config import Config, Parallel
 from megatron_fspo.losses import FSPOLoss, PolicyLossConfig, loss_sections
-from megatron_fspo.packing.batch import NO_ROUTE, Sequences
+from megatron_fspo.packing.batch import Sequences, no_route, route_dtype
 from megatron_fspo.packing.pack import PackLayout, Plan, plan_packs
 from megatron_fspo.packing.plan import attention_costs
 from megatron_fspo.types import Completion, Prompt, Sample
@@ -209,7 +209,7 @@ def _loss_mask(length: int, inserted: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def make_routes(arch: Architecture, samples: Sequence[Sample], *, gaps: bool = True) -> list[Tensor]:
-    """Return per sample random experts [P + L - 1, layers, k] uint8. With ``gaps``, every fifth sample has
+    """Return per sample random experts [P + L - 1, layers, k]. With ``gaps``, every fifth sample has
     none. Responses to one prompt have the same experts in the prompt, except at its last token."""
     assert arch.experts is not None
     generator = torch.Generator().manual_seed(5)
@@ -217,8 +217,8 @@ def make_routes(arch: Architecture, samples: Sequence[Sample], *, gaps: bool = T
     for number, sample in enumerate(samples):
         tokens = len(sample.prompt.token_ids) + len(sample.completion.token_ids) - 1
         order = torch.rand(tokens, arch.num_layers, arch.experts.count, generator=generator).argsort(-1)
-        chosen = order[..., : arch.experts.per_token].to(torch.uint8)
-        chosen = torch.full_like(chosen, NO_ROUTE) if gaps and number % 5 == 4 else chosen
+        chosen = order[..., : arch.experts.per_token].to(route_dtype(arch.experts.count))
+        chosen = torch.full_like(chosen, no_route(chosen.dtype)) if gaps and number % 5 == 4 else chosen
         if number and sample.prompt == samples[number - 1].prompt:
             shared = len(sample.prompt.token_ids) - 1
             chosen[:shared] = routes[-1][:shared]

@@ -21,7 +21,6 @@ from megatron_fspo.mcore.machine.startup import stop
 from megatron_fspo.mcore.model.policy import Policy
 from megatron_fspo.mcore.passes.decode import Decoder
 from megatron_fspo.mcore.state.checkpoint import load_checkpoint, save_checkpoint
-from megatron_fspo.packing.batch import NO_ROUTE
 from megatron_fspo.weights import MegatronReader, read_architecture
 from packs import sample
 from passes import build, by_token, make_micro_batches, scoring_of
@@ -105,7 +104,7 @@ def replay(policy: Policy) -> dict[str, float]:
     again, _, flipped = scored(own)
     others = [torch.where(mlps, 0, (route + 1) % count).to(torch.uint8) for route in own]
     moved, used, moves = scored(others)
-    wanted = [torch.where(mlps, NO_ROUTE, route) for route in others]
+    wanted = [torch.where(mlps, 255, route) for route in others]
     wrong = any(not torch.equal(a, b) for a, b in zip(used, wanted, strict=True))
     return {
         "replay": largest(flipped or not torch.equal(first, again), policy),

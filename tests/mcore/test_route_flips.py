@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_fspo.mcore.model.router import PolicyRouter
-from megatron_fspo.packing.batch import NO_ROUTE
 
 TOKENS, LAYERS, EXPERTS = 400, 3, 5
 
@@ -27,7 +26,7 @@ def test_flips_are_of_sets(place: int, experts_per_token: int, replay: bool) -> 
     same = torch.arange(TOKENS) % 3 == 0
     routes[same, place] = own[same].flip(1).to(torch.uint8)  # the same experts in another order
     unknown = torch.arange(TOKENS) % 5 == 0
-    routes[unknown] = NO_ROUTE
+    routes[unknown] = 255
     work = SimpleNamespace(replay=replay, flipped={}, chosen={})
     router: Any = SimpleNamespace(place=place, _here=lambda values: values)
     used, known = PolicyRouter._compared(router, SimpleNamespace(routes=routes, router=work), own)

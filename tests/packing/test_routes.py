@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fspo.packing.batch import NO_ROUTE, Sequences
+from megatron_fspo.packing.batch import Sequences
 from megatron_fspo.packing.pack import PackLayout, pack
 
 LAYERS, PER_TOKEN = 2, 3
@@ -56,7 +56,7 @@ def test_each_token_has_its_own_route(shapes: list[tuple[int, int]], context: in
                     assert route.tolist() == [[number, position, layer] for layer in range(LAYERS)]
                     assert batch.old_log_probs is not None and batch.old_log_probs[at] == position
                 else:
-                    assert (route == NO_ROUTE).all(), "the last token, and padding"
+                    assert (route == 255).all(), "the last token, and padding"
 
 
 def test_routes_of_other_sequences_are_refused() -> None:

@@ -28,7 +28,7 @@ from megatron_fspo.mcore.machine.backend import choose_backend
 from megatron_fspo.mcore.machine.startup import start
 from megatron_fspo.mcore.model.policy import Policy
 from megatron_fspo.mcore.model.policy_loss import PolicyLoss, Scoring
-from megatron_fspo.packing.batch import NO_ROUTE, MicroBatches
+from megatron_fspo.packing.batch import MicroBatches
 from megatron_fspo.packing.pack import PackLayout
 from megatron_fspo.parallel.groups import gather_lists, share
 from megatron_fspo.record.records import Recorder, clip_metrics
@@ -252,7 +252,7 @@ def routes_of_packs(policy: Policy) -> list[int]:
                 after = completions[number].loss_mask[label:][:1] if number >= 0 <= label else []
                 counts[2] += bool(batch.loss_mask[token]) != any(after)
                 known = number in told and place < len(sent[number])
-                want = sent[number][place, layers] if known else torch.full((len(layers), 2), NO_ROUTE)
+                want = sent[number][place, layers] if known else torch.full((len(layers), 2), 255)
                 right = torch.equal(batch.routes[token].long(), want.long())
                 if key == "off" or not right:
                     counts[0 if right and known else 1 if right else 2] += 1

@@ -24,6 +24,7 @@ from megatron_fspo.lab.plan.state import (
     within_window,
 )
 from megatron_fspo.mcore.machine.sizes import check_parallel, check_world, make_adapters, shares_prompts
+from megatron_fspo.packing.batch import route_dtype
 from megatron_fspo.packing.zigzag import padded_length
 from megatron_fspo.weights import Architecture
 
@@ -274,13 +275,14 @@ def _stage(config: Config, shape: Shape, work: Work, number: int, nccl: float) -
         busy = activations(replace(shape, arch=twice), number, work.pack, worst)
         uneven = busy.held + max(busy.moments.values()) - kept.held - kept.moments[top]
     if experts is not None and (work.scored_before > bool(config.loss.kl_coef) or config.moe.replay != "off"):
-        # uint8 for each layer of the stage, held from the old pass to the end of the step. An optimizer step
+        # For each layer of the stage, held from the old pass to the end of the step. An optimizer step
         # adds the choices of its own routers, and a flag per token for a difference.
         tokens = mine * work.pack.lengths[0] / shape.parallel.context
         seen = tokens / (shape.parallel.tensor if shape.parallel.sequence else 1)
         chunks = range(config.parallel.virtual_pipeline)
         layers = sum(shape.kinds(number, chunk).get(True, 0) for chunk in chunks)
-        kept_routes = work.mini_batches * tokens * experts.per_token + seen * (experts.per_token + 1)
+        routes = route_dtype(experts.count).itemsize * experts.per_token
+        kept_routes = work.mini_batches * tokens * routes + seen * (routes + 1)
         phases["update"][ROUTES] = layers * kept_routes
     if config.rollout.engine == "embedded":
         rows = min(config.rollout.max_batch, -(-work.responses // shape.data))

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_fspo.mcore.normalise import megatron_loss
-from megatron_fspo.packing.batch import NO_ROUTE, MicroBatch
+from megatron_fspo.packing.batch import MicroBatch, no_route, route_dtype
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.weights import Experts
 
@@ -48,7 +48,7 @@ class RouterPass:
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
     chosen: dict[int, Tensor] = field(default_factory=dict)
-    """Place → [r, k] uint8 experts used."""
+    """Place → [r, k] experts used, of ``route_dtype``."""
     flipped: dict[int, Tensor] = field(default_factory=dict)
     """Place → [r] bool: the router's choice differs, as a set, from ``MicroBatch.routes``."""
     reports: dict[int, Tensor] = field(default_factory=dict)
@@ -115,12 +115,12 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]
         flipped = known
         if batch.routes is not None:
             given = self._here(batch.routes)[:, self.place].long()
-            known = given[:, 0] != NO_ROUTE
+            known = given[:, 0] != no_route(batch.routes.dtype)
             flipped = known & (given.sort(1).values != own.sort(1).values).any(1)
             if work.replay:
                 chosen = torch.where(known[:, None], given, own)
         work.flipped[self.place] = flipped
-        work.chosen[self.place] = chosen.to(torch.uint8)
+        work.chosen[self.place] = chosen.to(route_dtype(self.config.num_moe_experts))
         return chosen, known
 
     def _reported(
@@ -226,9 +226,11 @@ class RouterPasses(list[RouterPass]):
         self._groups, self._sequence, self._layers, self._count = groups, sequence, [*layers], count
 
     def routes(self) -> list[Tensor]:
-        """Return [t, layers, k] uint8 for each micro-batch: the experts used in this rank's layers,
-        ``NO_ROUTE`` in those with an MLP."""
-        return self._whole([self._every_layer(router_pass.chosen, NO_ROUTE, dim=1) for router_pass in self])
+        """Return [t, layers, k] for each micro-batch: the experts used in this rank's layers,
+        ``no_route`` in those with an MLP."""
+        dtype = next(iter(self[0].chosen.values())).dtype
+        missing = no_route(dtype)
+        return self._whole([self._every_layer(router_pass.chosen, missing, dim=1) for router_pass in self])
 
     def flipped(self) -> list[Tensor]:
         """Return [t] bool for each micro-batch: in some layer of any pipeline stage, the router's choice
@@ -259,8 +261,9 @@ class RouterPasses(list[RouterPass]):
         """Gather [r, …] of each micro-batch to [t, …]."""
         if not self._sequence:
             return [*rows]
-        flat = torch.cat([row.flatten() for row in rows])
+        flat = torch.cat([row.flatten() for row in rows]).view(torch.uint8)  # NCCL has no int16
         parts = flat.new_empty(self._groups.tp.size() * len(flat))
         dist.all_gather_into_tensor(parts, flat, group=self._groups.tp)
-        pieces = torch.split(parts.view(-1, len(flat)), [row.numel() for row in rows], dim=1)
+        whole = parts.view(-1, len(flat)).view(rows[0].dtype)
+        pieces = torch.split(whole, [row.numel() for row in rows], dim=1)
         return [piece.reshape(-1, *row.shape[1:]) for piece, row in zip(pieces, rows, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import fields
@@ -63,9 +64,10 @@ def _decode(encoded: Tensor) -> list[Completion]:
 
 
 def _value(code: int, data: memoryview) -> Any:
-    if code == _TENSOR:  # of routes: uint8 in three dimensions
+    if code == _TENSOR:  # of routes, in three dimensions
         shape = tuple(array("q", bytes(data[:24])))
-        return torch.frombuffer(bytearray(data[24:]), dtype=torch.uint8).view(shape)
+        dtype = torch.uint8 if len(data) - 24 == math.prod(shape) else torch.int16
+        return torch.frombuffer(bytearray(data[24:]), dtype=dtype).view(shape)
     return array(chr(code), bytes(data))
 
 
