@@ -144,6 +144,12 @@ def test_head_dim_on_a_cpu(model: Path) -> None:
         with pytest.raises(InputError, match="head_dim 24: vLLM on a CPU supports 32, 64"):
             flags.check(ServerOptions(model), CPU)
     latent = {"head_dim": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 24}
+    for rope in ({}, {"rope_parameters": {"rope_type": "default"}}):
+        write_config(model, **latent | rope)
+        flags.check(ServerOptions(model), GPU)
+        with pytest.raises(InputError, match="without YaRN vLLM on a CPU rotates the queries"):
+            flags.check(ServerOptions(model), CPU)
+    latent["rope_scaling"] = {"type": "yarn"}
     write_config(model, **latent)
     flags.check(ServerOptions(model), CPU)
     write_config(model, **latent | {"kv_lora_rank": 16})

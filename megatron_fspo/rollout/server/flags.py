@@ -180,6 +180,11 @@ def check(options: ServerOptions, vllm: Installation) -> None:
     if config.get("kv_lora_rank"):
         key, head_dim = "kv_lora_rank + qk_rope_head_dim", config["kv_lora_rank"] + config["qk_rope_head_dim"]
         legal = CPU_LATENT_DIMS
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if vllm.on_cpu and rope.get("rope_type", rope.get("type", "default")) == "default":
+            # Its kernel for plain RoPE is right for [tokens, heads x size] only (vLLM 0.32).
+            problem = "without YaRN vLLM on a CPU rotates the queries of latent attention wrongly"
+            raise InputError(f"{options.model}/config.json: {problem}")
     if vllm.on_cpu and head_dim and head_dim not in legal:
         sizes = ", ".join(map(str, legal))
         raise InputError(f"{options.model}/config.json: {key} {head_dim}: vLLM on a CPU supports {sizes}")
