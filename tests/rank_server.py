@@ -34,7 +34,7 @@ from megatron_fspo.mcore import leave_uncompiled  # noqa: E402
 leave_uncompiled()  # as the command line does
 
 import megatron_fspo.lab.report.page  # noqa: E402
-import megatron_fspo.trainer.loop  # noqa: E402, F401
+import megatron_fspo.trainer.loop  # noqa: E402
 
 del sys.modules["wandb"]
 
@@ -88,7 +88,9 @@ def next_rank(living: set[int]) -> list[str]:
 
 
 def run(program: list[str]) -> None:
-    """Run the program as ``python program...`` does."""
+    """As ``python program...`` does; but a run draws its report, for 1.5 s, only if it is told to."""
+    if "DRAW_REPORT" not in os.environ:
+        megatron_fspo.lab.report.page.write_report = lambda folder: folder  # type: ignore[assignment]
     paths = os.environ["PYTHONPATH"].split(os.pathsep)
     kept = [path for path in sys.path[1:] if path not in paths]
     if program[0] == "-m":

@@ -7,9 +7,6 @@ import json
 import re
 from pathlib import Path
 
-import torch
-
-from megatron_fspo import weights
 from megatron_fspo.cli.command import JSON, argument, command
 from megatron_fspo.cli.console import progress_bar
 from megatron_fspo.errors import InputError
@@ -33,6 +30,8 @@ def hf_to_megatron(args: argparse.Namespace, _: list[str]) -> int:
     bf16). Writes config, tokenizer, manifest.json and the weights (torch_dist/). Memory does not grow with
     the model. Exit status 2: invalid input; nothing is written.
     """
+    from megatron_fspo import weights
+
     arch, reader = weights.read_architecture(args.source), weights.HFReader(args.source)
     size = weights.size_in_bytes(reader)
     with progress_bar(size, "converting") as progress:
@@ -62,6 +61,10 @@ def megatron_to_hf(args: argparse.Namespace, _: list[str]) -> int:
     is left out; config, tokenizer and dtypes come from --hf. Writes safetensors files without vocabulary
     padding. Memory does not grow with the model. Exit status 2: invalid input; nothing is written.
     """
+    import torch
+
+    from megatron_fspo import weights
+
     model = args.hf or args.source
     arch = weights.read_architecture(model)
     reader = weights.MegatronReader(args.source, arch)

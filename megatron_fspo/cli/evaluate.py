@@ -16,7 +16,6 @@ from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config, make_config
 from megatron_fspo.errors import InputError
 from megatron_fspo.job.checkpoints import check_writable
-from megatron_fspo.weights import read_architecture
 
 KEYS = {
     "model": "model.checkpoint",
@@ -143,6 +142,8 @@ def _sets(files: Sequence[Path], samples: Sequence[int] | None) -> list[str]:
 
 def _values_from_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Return values for the required keys; flags override them."""
+    from megatron_fspo.weights import read_architecture
+
     longest = read_architecture(args.model).max_position_embeddings
     response = args.max_response_tokens or min(LONGEST_RESPONSE, longest // 2)
     return {

@@ -9,18 +9,19 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_fspo import weights
 from megatron_fspo.cli.command import JSON, argument, command, launcher
 from megatron_fspo.cli.console import import_megatron, progress_bar
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.evaluation.tables import columns
-from megatron_fspo.weights.folder import differing_side_files
+
+if TYPE_CHECKING:
+    from megatron_fspo import weights
 
 LENGTHS = (7, 64, 200)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -77,6 +78,7 @@ def _check_logits(first: Path, second: Path | None, layout: str) -> None:
         raise InputError("--logits needs two checkpoints")
     import_megatron()
 
+    from megatron_fspo import weights
     from megatron_fspo.mcore.machine.sizes import check_parallel
     from megatron_fspo.verify.layouts import count_ranks, parse_layout
 
@@ -87,6 +89,9 @@ def _check_logits(first: Path, second: Path | None, layout: str) -> None:
 
 def _bits(first: Path, second: Path | None) -> Iterator[weights.Difference]:
     """Yield tensors and files that differ from the second checkpoint, or else from the manifest."""
+    from megatron_fspo import weights
+    from megatron_fspo.weights.folder import differing_side_files
+
     arch = weights.read_architecture(first)
     reader = weights.open_checkpoint(first, arch)
     with progress_bar(weights.size_in_bytes(reader), "comparing") as progress:
@@ -118,6 +123,8 @@ def _describe(differences: Sequence[weights.Difference], first: Path, second: Pa
 
 def _logits(folders: Sequence[Path], layout: str, dtype: str) -> list[dict[str, Any]]:
     """Score sequences with every model; return the log-prob differences from the first, in nats."""
+    from megatron_fspo import weights
+
     arch = weights.read_architecture(folders[0])
     sequences = _sequences(arch)
     scores: dict[str, Tensor] = {}

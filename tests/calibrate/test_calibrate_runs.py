@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 
 ALONE = ["--parallel.tensor", "1", "--parallel.sequence", "false"]
 SIZES = [*SMALL, "--rollout.prompts", "16", "--model.dtype", "bfloat16", "--evaluation.every", "0"]
+SIZES += ["--rollout.max-response-tokens", "100"]
 
 
 def calibrate(folder: Path, *words: str, nproc: int = 2) -> Any:

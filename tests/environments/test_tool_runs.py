@@ -20,12 +20,11 @@ from runs import PROGRAM, rows, train_words
 @pytest.mark.slow
 def test_a_run_with_turns_is_on_policy_and_logs_them(tmp_path: Path) -> None:
     """Two tensor-parallel ranks, one of which asks the environment."""
-    words = ("--run.steps", "2", "--checkpoint.every", "0", "--evaluation.every", "2")
-    words += ("--evaluation.samples", "2", "--rollout.prompts", "8", "--reward.name", "environment")
-    words += ("--environment.name", "own_environment:two_digits", "--environment.workers", "1")
-    words += ("--rollout.stop", '["9"]')
-    path = f"{REPO}:{REPO / 'tests/environments'}"
-    done = forked([*PROGRAM, *train_words(tmp_path, "run", *words)], nproc=2, PYTHONPATH=path)
+    words = "--run.steps 2 --checkpoint.every 0 --reward.name environment --environment.workers 1".split()
+    words += "--environment.name own_environment:two_digits --rollout.max-response-tokens 100".split()
+    words += ["--rollout.stop", '["9"]']
+    more = {"PYTHONPATH": f"{REPO}:{REPO / 'tests/environments'}", "DRAW_REPORT": "1"}
+    done = forked([*PROGRAM, *train_words(tmp_path, "run", *words)], nproc=2, **more)
     assert done.returncode == 0, why(done.stderr)
     steps = [row for row in rows(tmp_path, "run") if "actor/grad_norm" in row]
     assert len(steps) == 2

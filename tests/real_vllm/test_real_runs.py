@@ -88,7 +88,7 @@ def test_updates_by_disk_on_shared_gpus(checkpoint: Path, disk: Served, tmp_path
     folder = tmp_path / "weights"
     more = f"--vllm.transfer disk --vllm.folder {folder} --vllm.colocated true --rollout.temperature 0.7"
     more += " --evaluation.every 2 --checkpoint.every 2"
-    trained(tmp_path, "run", *words(checkpoint, disk, 4, *more.split()))
+    trained(tmp_path, "run", *words(checkpoint, disk, 4, *more.split()), DRAW_REPORT="1")
     asleep = disk.routes.ask("/is_sleeping")
     assert asleep == (200, {"is_sleeping": True}), "the last to take memory was the export"
     for row in steps(tmp_path, 4):

@@ -9,7 +9,7 @@ from pathlib import Path
 from launch import forked, why
 from runs import CONFIG, PROGRAM, SMALL, numbers, rows, train_words, trained
 
-FP8 = ["--model.dtype", "bfloat16", "--fp8.recipe", "blockwise"]
+FP8 = "--model.dtype bfloat16 --fp8.recipe blockwise --rollout.max-response-tokens 100".split()
 VERIFIED = ["tp2.sp.do.recompute", "pp2.vpp2", "dp2.do.overlap"]
 
 
@@ -53,7 +53,7 @@ def test_a_run_in_which_s_is_not_zero_before_the_first_update_ends(tmp_path: Pat
 
 def test_noise_is_measured_in_fp8_beside_bf16(tmp_path: Path) -> None:
     words = ["calibrate", "--config", str(CONFIG), "--run.folder", str(tmp_path), "--json"]
-    words += [*SMALL, "--model.dtype", "bfloat16", "--fp8.recipe", "blockwise"]
+    words += [*SMALL, *FP8]
     done = forked([*PROGRAM, *words], nproc=2)
     assert done.returncode == 0, why(done.stderr)
     found = {one["kind"]: one for one in json.loads(done.stdout.splitlines()[-1])["comparisons"]}

@@ -15,11 +15,13 @@ CONFIG = REPO / "examples/make_sum/run.toml"
 SMALL = (
     "--rollout.prompts 8 --rollout.samples 4 --batch.mini-batches 4 --batch.epochs 1 --optimizer.lr 3e-4 "
     "--optimizer.warmup-steps 0 --optimizer.lr-decay cosine --optimizer.lr-decay-steps 40 "
-    "--loss.calibrate 3 --evaluation.samples 2 --evaluation.every 2 --log.tokens 8"
+    "--loss.calibrate 3 --evaluation.samples 2 --evaluation.every 2 --log.tokens 8 "
+    "--rollout.max-response-tokens 40"
 ).split()
 
 
 PROGRAM = ("-m", "megatron_fspo")
+Done = subprocess.CompletedProcess[str]
 
 
 def command(folder: Path, name: str, *extra: str, program: Sequence[str] = PROGRAM) -> list[str]:
@@ -34,19 +36,20 @@ def train_words(folder: Path, name: str, *extra: str) -> list[str]:
     return ["train", "--config", str(CONFIG), *place, *SMALL, *extra]
 
 
-def run(folder: Path, name: str, *extra: str, nproc: int = 2) -> subprocess.CompletedProcess[str]:
-    """Train to the end, forked; output is captured."""
-    return forked([*PROGRAM, *train_words(folder, name, *extra)], nproc=nproc if nproc > 1 else 0)
+def run(folder: Path, name: str, *extra: str, nproc: int = 2, **more: str) -> Done:
+    """Train to the end, forked; output is captured. With ``DRAW_REPORT="1"``, the report is drawn, too."""
+    words = train_words(folder, name, *extra)
+    return forked([*PROGRAM, *words], nproc=nproc if nproc > 1 else 0, **more)
 
 
-def trained(folder: Path, name: str, *extra: str, nproc: int = 2) -> str:
+def trained(folder: Path, name: str, *extra: str, nproc: int = 2, **more: str) -> str:
     """:func:`run`, which has to succeed; what it printed."""
-    done = run(folder, name, *extra, nproc=nproc)
+    done = run(folder, name, *extra, nproc=nproc, **more)
     assert done.returncode == 0, f"{name}: {why(done.stderr)}"
     return done.stdout
 
 
-def faulty(folder: Path, name: str, fault: Sequence[str], *extra: str) -> subprocess.CompletedProcess[str]:
+def faulty(folder: Path, name: str, fault: Sequence[str], *extra: str) -> Done:
     """:func:`run` with a fault of ``faulty_run.py``, and its arguments."""
     worker = str(Path(__file__).with_name("faulty_run.py"))
     return forked([worker, *fault, ":", *train_words(folder, name, *extra)], nproc=2)

@@ -32,7 +32,8 @@ LAYOUTS = {
 }
 SIZES = {"tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}, "context": {"context": 2}, "optimizer": {}}
 # A penalty, so that the reference policy is in every layout; several packs to a step.
-COMMON = ("--run.steps", "2", "--checkpoint.every", "1", "--loss.kl-coef", "0.5", "--batch.max-tokens", "512")
+COMMON = "--run.steps 2 --checkpoint.every 1 --loss.kl-coef 0.5 --batch.max-tokens 512".split()
+COMMON += ["--rollout.max-response-tokens", "100"]
 
 
 @pytest.fixture(scope="module")

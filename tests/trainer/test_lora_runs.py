@@ -27,7 +27,7 @@ BASE = REPO / "examples/make_sum/checkpoint/model.safetensors"
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``whole``: four steps, in one go."""
     folder = tmp_path_factory.mktemp("lora")
-    trained(folder, "whole", *WORDS, *ONE, nproc=1)
+    trained(folder, "whole", *WORDS, *ONE, nproc=1, DRAW_REPORT="1")
     return folder
 
 

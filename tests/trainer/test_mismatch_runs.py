@@ -20,7 +20,7 @@ from runs import CONFIG, rows, run
 # Two mini-batches: the first has groups with variance, so something in its packs.
 ONE_RANK = (
     "--parallel.tensor 1 --parallel.sequence false --run.steps 1 --evaluation.every 0 --checkpoint.every 0 "
-    "--batch.mini-batches 2"
+    "--batch.mini-batches 2 --rollout.max-response-tokens 100"
 )
 RUNS = {
     "plain": "",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from launch import REPO, forked, why
+from launch import forked, why
 from runs import CONFIG, PROGRAM, numbers, rows
 
 sys.path.insert(0, str(CONFIG.parent))
@@ -32,7 +32,7 @@ def train(folder: Path, name: str, *extra: str, nproc: int = 2) -> None:
     words = ["train", "--config", str(CONFIG), "--config", str(CONFIG.parent / "moe.toml")]
     words += ["--run.folder", str(folder), "--run.name", name, "--checkpoint.every", str(LAST - 1)]
     words += ["--model.checkpoint", str(folder / "checkpoint"), *extra]
-    done = forked([*PROGRAM, *words], nproc=nproc, cwd=REPO)
+    done = forked([*PROGRAM, *words], nproc=nproc, **{"DRAW_REPORT": "1"} if name == "ep2" else {})
     assert done.returncode == 0, why(done.stderr)
 
 

@@ -15,7 +15,7 @@ from kill_runs import Harness, Kill
 from launch import REPO, environment, forked, why
 from megatron_fspo.lab.explain.dump import read_dump
 from metrics_page import unknown
-from runs import PROGRAM, faulty, numbers, rows, trained
+from runs import PROGRAM, SMALL, faulty, numbers, rows, trained
 
 STEPS = 4
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     It is forked; torchrun starts those that are killed.
     """
     folder = tmp_path_factory.mktemp("runs")
-    printed = trained(folder, "whole", "--run.steps", str(STEPS), "--checkpoint.every", "1")
+    printed = trained(folder, "whole", "--run.steps", str(STEPS), "--checkpoint.every", "1", DRAW_REPORT="1")
     assert "transformers" in printed and "report" in printed
     return folder
 
@@ -100,11 +100,7 @@ def stop_within(folder: Path, name: str, place: str, count: int, *extra: str) ->
 # 32 responses and four optimizer steps a step; 18 more responses are graded by the evaluation before it.
 @pytest.mark.parametrize(
     ("place", "count", "every", "done"),
-    [
-        pytest.param("rollout", 60, 10, 1, marks=pytest.mark.long),
-        ("update", 7, 10, 2),
-        pytest.param("update", 7, 1, 1, marks=pytest.mark.long),
-    ],
+    [("rollout", 60, 10, 1), ("update", 7, 10, 2), ("update", 7, 1, 1)],
 )
 def test_stopped_within_a_step_and_resumed_gives_the_same_numbers(
     folder: Path, place: str, count: int, every: int, done: int
@@ -139,12 +135,10 @@ def test_a_run_with_a_nan_sequence_goes_on_and_names_it(tmp_path: Path) -> None:
 
 
 def test_the_launch_script_smokes(tmp_path: Path) -> None:
-    """It starts itself by torchrun."""
-    script = str(REPO / "examples/run_fspo_qwen3_8b.sh")
+    """It starts itself by torchrun; its responses are short."""
+    words = ["bash", str(REPO / "examples/run_fspo_qwen3_8b.sh"), "--smoke", *SMALL[-2:]]
     env = environment(PYTHON=sys.executable)
-    result = subprocess.run(
-        ["bash", script, "--smoke"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
-    )
+    result = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, why(result.stderr)
     assert [row["step"] for row in rows(tmp_path / "runs", "smoke")] == [0, 1, 2]
 
