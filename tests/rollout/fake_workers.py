@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -28,7 +29,8 @@ class Workers:
     """A server of ``count`` workers; the routes of an update answer as vLLM's do.
 
     ``fault`` is what happens in the second update. Before its second bucket: ``hang`` (the first worker stops
-    for good). After the first tensor of that bucket: ``raise`` (in all workers) or ``die`` (the server ends).
+    for good) or ``leave`` (the server ends, while the trainer waits for it). After the first tensor of that
+    bucket: ``raise`` (in all workers) or ``die`` (the server ends).
     """
 
     def __init__(
@@ -126,10 +128,11 @@ class Workers:
 
     def _update(self) -> None:
         def load(number: int) -> None:
+            receiver = self._receivers[number]
             try:
-                self._load(number)
+                self._load(number, receiver)
             except BaseException:
-                self._receivers[number].close()
+                receiver.close()
                 raise
 
         try:
@@ -138,9 +141,9 @@ class Workers:
             self._active = False
             raise
 
-    def _load(self, number: int) -> None:
+    def _load(self, number: int, receiver: Receiver) -> None:
         loaded, held = self._loaded[number], self._held[number]
-        for bucket, sent in enumerate(self._receivers[number].buckets(), start=1):
+        for bucket, sent in enumerate(receiver.buckets(), start=1):
             for name, tensor in sent if held is None else self.decode(held, sent):
                 loaded[name] = tensor.to(self.served or tensor.dtype, copy=True)
                 if (self._updates, bucket) == (2, 2) and self._fault in ("die", "raise"):
@@ -149,6 +152,10 @@ class Workers:
                 del tensor  # it is a view of the bucket
             if (self._updates, bucket, self._fault, number) == (2, 1, "hang", 0):
                 self._end.wait()
+            if (self._updates, bucket, self._fault) == (2, 1, "leave"):
+                time.sleep(0.5)
+                self._dead = True
+                raise RuntimeError("the end")
 
     def _everywhere(self, work: Callable[[int], None]) -> None:
         """In all workers at once; the first error, when all have ended."""

@@ -303,7 +303,7 @@ def test_nccl_does_not_wait_for_a_member_that_does_not_come(monkeypatch: pytest.
         join_nccl(dist.HashStore(), 0, 2, timedelta(seconds=0.1), "10.0.0.5")
 
 
-@pytest.mark.parametrize(("fault", "limit"), [("die", 60.0), ("hang", 1.0)])
+@pytest.mark.parametrize(("fault", "limit"), [("die", 60.0), ("leave", 60.0), ("hang", 1.0)])
 def test_a_worker_that_is_lost_in_an_nccl_broadcast(
     fault: str, limit: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
