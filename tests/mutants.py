@@ -398,6 +398,15 @@ MUTANTS = {
         "accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for",
         "accumulate((size // _ALIGNMENT * _ALIGNMENT for", "test_buckets.py",
     ),
+    "a bucket of weights may come twice": Mutant(
+        "if twice := arrived.intersection(names):", "if twice := set():", "test_senders.py twice",
+    ),
+    "workers of an interrupted update wait on": Mutant(
+        "sender.close()  # else workers would", "pass  # else workers would", "test_senders.py interrupted",
+    ),
+    "a lost server is noticed when the broadcast gives up": Mutant(
+        "if asyncio.current_task() in self._loading:", "if False:", "test_senders.py lost",
+    ),
     "ranks that wait in a circle are not seen": Mutant(
         'graph["end", units[place]].add(("meet", meeting))', "pass", "test_match.py",
     ),

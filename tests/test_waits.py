@@ -45,6 +45,7 @@ _REASONS: dict[str, dict[str, str]] = {
         "generate asyncio.wait": "recovery_seconds, and the limits of every request",
         "generate trouble.result": _DONE,
     },
+    "rollout/client/send_weights.py": {"send one.exception": _DONE},
     "rollout/embedded.py": {"_replies future.result": _DONE},
     "rollout/server/supervise.py": {
         "supervise_all server.exception": _DONE,

@@ -6,9 +6,10 @@ may die at any time and the others must survive, so all waits have timeouts and 
 
 from __future__ import annotations
 
+import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -107,17 +108,28 @@ class Receiver:
         self._group = self._join(store, rank, size, timeout, address_towards(address, port))
         self._meeting, self._timeout = (address, port), timeout
 
-    def tensors(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that the trainer broadcasts next, packed into one message. Raises
-        ``RuntimeError`` if there is no group, or they do not arrive in time."""
+    def buckets(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """Yield the buckets of an update as the trainer sends them. Read each to its end before the next; its
+        tensors share memory. A bucket is three messages, uint8 on ``device``: the length of a table (int64; 0
+        ends the update); the table, names, dtypes and shapes in JSON; the tensors, packed. Raises
+        ``RuntimeError`` if there is no group, a message is late, or a tensor arrives twice."""
+        arrived: set[str] = set()
+        while length := int(self._receive(8).view(torch.int64)):
+            rows = json.loads(bytes(self._receive(length).tolist()))
+            names, dtypes, shapes = zip(*rows, strict=True)
+            if twice := arrived.intersection(names):
+                raise RuntimeError(f"{min(twice)} arrived twice in an update")
+            arrived.update(names)
+            kinds = [getattr(torch, dtype) for dtype in dtypes]
+            yield zip(names, from_bytes(self._receive(num_bytes(kinds, shapes)), kinds, shapes), strict=True)
+
+    def _receive(self, size: int) -> Tensor:
+        """Return the trainer's next message, uint8 [size]."""
         if self._group is None:
             raise RuntimeError("weight update before /init_weight_transfer_engine")
-        kinds = [getattr(torch, dtype) for dtype in dtypes]
-        packed = torch.empty(num_bytes(kinds, shapes), dtype=torch.uint8, device=self._device)
-        self._group.broadcast([packed], dist.BroadcastOptions()).wait(self._timeout)
-        yield from zip(names, from_bytes(packed, kinds, shapes), strict=True)
+        message = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._group.broadcast([message], dist.BroadcastOptions()).wait(self._timeout)
+        return message
 
     def close(self) -> None:
         """Leave the group."""

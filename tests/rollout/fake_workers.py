@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -28,7 +29,8 @@ class Workers:
     """A server of ``count`` workers; the routes of an update answer as vLLM's do.
 
     ``fault`` is what happens in the second update. Before its second bucket: ``hang`` (the first worker stops
-    for good). After the first tensor of that bucket: ``raise`` (in all workers) or ``die`` (the server ends).
+    for good) or ``leave`` (the server ends, while the trainer waits for it). After the first tensor of that
+    bucket: ``raise`` (in all workers) or ``die`` (the server ends).
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Workers:
         self._held: list[Held | None] = []
         self._loaded: list[dict[str, Tensor]] = []
         self._active, self._dead = False, False
-        self._updates = self._buckets = 0
+        self._updates = 0
         self._end = threading.Event()
         self._engine = threading.Lock()  # vLLM's does one thing after the other
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -83,10 +85,11 @@ class Workers:
             if route == "/start_weight_update":
                 self._check(active=False)
                 self._active, self._loaded = True, [{} for _ in self._receivers]
-                self._updates, self._buckets = self._updates + 1, 0
+                self._updates += 1
             if route == "/update_weights":
                 self._check(active=True)
-                self._update(body["update_info"])
+                assert body == {"update_info": {}}
+                self._update()
             if route == "/collective_rpc":
                 sums = [{name: checksum(tensor) for name, tensor in one.items()} for one in self._loaded]
                 return {"results": [{n: one.to_words() for n, one in worker.items()} for worker in sums]}
@@ -123,21 +126,14 @@ class Workers:
         if not joined:
             self._held = [Held() if delta else None for _ in self._receivers]
 
-    def _update(self, info: dict[str, Any]) -> None:
-        self._buckets += 1
-        fault = self._fault if (self._updates, self._buckets) == (2, 2) else None
-
+    def _update(self) -> None:
         def load(number: int) -> None:
-            if fault == "hang" and number == 0:
-                self._end.wait()
-            loaded = self._loaded[number]
-            sent = self._receivers[number].tensors(info["names"], info["dtype_names"], info["shapes"])
-            held = self._held[number]
-            for name, tensor in sent if held is None else self.decode(held, sent):
-                if name in loaded:
-                    raise RuntimeError(f"{name} came twice")
-                loaded[name] = tensor.to(self.served or tensor.dtype, copy=True)
-                self._do(fault, number)
+            receiver = self._receivers[number]
+            try:
+                self._load(number, receiver)
+            except BaseException:
+                receiver.close()
+                raise
 
         try:
             self._everywhere(load)
@@ -145,12 +141,21 @@ class Workers:
             self._active = False
             raise
 
-    def _do(self, fault: str | None, number: int) -> None:
-        if fault == "die":
-            self._dead = True
-        if fault in ("die", "raise"):
-            self._receivers[number].close()
-            raise RuntimeError("no room for the weights")
+    def _load(self, number: int, receiver: Receiver) -> None:
+        loaded, held = self._loaded[number], self._held[number]
+        for bucket, sent in enumerate(receiver.buckets(), start=1):
+            for name, tensor in sent if held is None else self.decode(held, sent):
+                loaded[name] = tensor.to(self.served or tensor.dtype, copy=True)
+                if (self._updates, bucket) == (2, 2) and self._fault in ("die", "raise"):
+                    self._dead = self._fault == "die"
+                    raise RuntimeError("no room for the weights")
+                del tensor  # it is a view of the bucket
+            if (self._updates, bucket, self._fault, number) == (2, 1, "hang", 0):
+                self._end.wait()
+            if (self._updates, bucket, self._fault) == (2, 1, "leave"):
+                time.sleep(0.5)
+                self._dead = True
+                raise RuntimeError("the end")
 
     def _everywhere(self, work: Callable[[int], None]) -> None:
         """In all workers at once; the first error, when all have ended."""

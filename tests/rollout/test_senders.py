@@ -30,7 +30,7 @@ from megatron_fspo.parallel.buckets import in_buckets
 from megatron_fspo.rollout.client import send_weights as client_weights
 from megatron_fspo.rollout.client.send_weights import BroadcastSender
 from megatron_fspo.rollout.client.server import Server, ServerLost
-from megatron_fspo.rollout.links import join_nccl
+from megatron_fspo.rollout.links import Receiver, join_nccl
 
 BUCKET_BYTES = 40_000
 TIMEOUT_SECONDS = 4.0
@@ -117,6 +117,8 @@ def test_a_failure_is_reported_in_time(sent: tuple[Path, list]) -> None:
         assert any(words in failed["problem"] for words in says), failed
         # A worker that stops for good shows as a broadcast, or an answer, that does not come.
         limit = TIMEOUT_SECONDS + 10 if fault == "hang" else TIMEOUT_SECONDS
+        if fault == "die":
+            assert servers[-1].url in failed["problem"]
         assert failed["seconds"] < limit + 5, (name, fault)
         assert [route for route, _ in servers[-1].asked].count("/finish_weight_update") in (1, 2)
 
@@ -163,9 +165,67 @@ def test_no_more_than_two_buckets_and_a_tensor_are_held(monkeypatch: pytest.Monk
             peak = max(peak, sum(one.nbytes for one in alive))
             yield str(number), tensor
 
-    _, loaded = exchange("gloo", gathered())
+    asked, loaded = exchange("gloo", gathered())
     assert peak == 2 * 1000 + 200
+    assert asked.count('"/update_weights"') == 1, "a request per bucket"
     assert all([tensor[0].item() for tensor in worker.values()] == list(range(40)) for worker in loaded)
+
+
+def test_a_worker_has_one_bucket_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_weights, "in_buckets", partial(in_buckets, bucket_bytes=1000))
+    receive, held, received = Receiver._receive, dict[int, WeakSet[Tensor]](), []
+
+    def next_message(receiver: Receiver, size: int) -> Tensor:
+        # A thread of gloo may have its last tensor for a moment.
+        until(lambda: not held.get(id(receiver)), "the end of the bucket before", seconds=5)
+        message = receive(receiver, size)
+        if size == 1000:
+            held.setdefault(id(receiver), WeakSet()).add(message)
+        received.append(size)
+        return message
+
+    monkeypatch.setattr(Receiver, "_receive", next_message)
+    exchange("gloo", ((str(number), torch.ones(250)) for number in range(5)))
+    assert len(received) == 2 * (3 * 5 + 1) and received.count(1000) == 2 * 5
+
+
+def test_a_bucket_that_is_sent_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+        for bucket in in_buckets(tensors, bucket_bytes=48):
+            yield from (bucket, bucket)
+
+    monkeypatch.setattr(client_weights, "in_buckets", twice)
+    with Workers(2) as server, Loop("rollout") as loop:
+        http = http_client()
+        sender = BroadcastSender("gloo", address="127.0.0.1", timeout_seconds=30)
+        problem = client_weights.send_weights([Server(server.url, http)], sender, loop, WEIGHTS.items(), 1)
+        loop.run(http.aclose())
+    assert isinstance(problem, ServerLost) and not server.finished
+    assert server.url in str(problem) and "a arrived twice" in str(problem)
+
+
+def test_an_update_that_is_interrupted_lets_the_workers_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no bucket is on its way."""
+    monkeypatch.setattr(client_weights, "in_buckets", partial(in_buckets, bucket_bytes=1))
+    with Workers(2) as server, Loop("rollout") as loop:
+        http = http_client()
+        sender = BroadcastSender("gloo", address="127.0.0.1", timeout_seconds=60)
+        send = partial(client_weights.send_weights, [Server(server.url, http)], sender, loop)
+
+        def interrupted() -> Iterator[tuple[str, Tensor]]:
+            yield from [("a", torch.ones(3)), ("b", torch.ones(3))]
+            until(lambda: any("a" in one for one in server._loaded), "the first bucket", seconds=20)
+            time.sleep(0.2)
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            send(interrupted(), 1)
+        began = time.monotonic()
+        assert send(WEIGHTS.items(), 2) is None
+        assert time.monotonic() - began < 30
+        sender.close()
+        loop.run(http.aclose())
+    assert list(server.finished) == ["2"]
 
 
 @pytest.mark.parametrize("delta", [False, True])
@@ -243,7 +303,7 @@ def test_nccl_does_not_wait_for_a_member_that_does_not_come(monkeypatch: pytest.
         join_nccl(dist.HashStore(), 0, 2, timedelta(seconds=0.1), "10.0.0.5")
 
 
-@pytest.mark.parametrize(("fault", "limit"), [("die", 60.0), ("hang", 1.0)])
+@pytest.mark.parametrize(("fault", "limit"), [("die", 60.0), ("leave", 60.0), ("hang", 1.0)])
 def test_a_worker_that_is_lost_in_an_nccl_broadcast(
     fault: str, limit: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,8 +329,10 @@ def test_a_worker_that_is_lost_in_an_nccl_broadcast(
 
         assert send(1, servers) is None
         began = time.monotonic()
-        assert isinstance(send(2, servers), ServerLost)
+        problem = send(2, servers)
+        assert isinstance(problem, ServerLost)
         assert time.monotonic() - began < WORKER_SECONDS, "it was not the sender who noticed"
+        assert fault == "hang" or goes.url in str(problem)
         assert send(3, servers[:1]) is None
         sender.close()
         loop.run(http.aclose())

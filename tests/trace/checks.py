@@ -177,6 +177,7 @@ def _messages(seen: dict[str, Any], asked: Request, config: Config) -> Iterator[
     in_fp8 = layers - 2 * config.fp8.first_last_layers_bf16 if config.fp8.recipe != "none" else 0
     wide = layers - in_fp8
     sequences = 64
+    responses = seen["micro_batches"] * len(seen["groups"]["dp"])
     # Function → group, in a micro-batch of the old pass and of the update, in each step, bytes at most.
     rules: dict[tuple[str, str], tuple[int, int, int, float]] = {
         ("_gather", "tp"): (
@@ -193,7 +194,7 @@ def _messages(seen: dict[str, Any], asked: Request, config: Config) -> Iterator[
         ("added_up", "cp"): (0, 1, 0, 48 * sequences),
         ("added_up", "dp_cp"): (0, 0, 1, 48 * sequences),
         ("sum_metrics", "dp_cp"): (0, 0, 1, 32 * 8),
-        ("measure", "dp_cp"): (0, 0, 1, 64 + 8 * asked.world),
+        ("measure", "dp_cp"): (0, 0, 1, 64 + 8 * max(asked.world, responses)),
         ("_summed", "dp_cp"): (0, 0, 1, 64),
         ("any_rank", "all"): (0, 0, 2, 8),
         ("report", "all"): (0, 0, 1, 8 * arch.num_layers * (arch.num_experts + 6)),

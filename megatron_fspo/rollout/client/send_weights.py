@@ -1,20 +1,22 @@
 """Updates the weights of running servers: pause → start → tensors → finish → reset the cache → resume.
 
-Tensors are broadcast over gloo or NCCL, or written to a shared disk; ``rollout.server.inside`` has the
-workers' end. Servers stay paused until :func:`resume`, even after a failure, so that none answers with half
-of an update.
+Tensors are broadcast over gloo or NCCL (one request per server and update), or written to a shared disk (one
+per bucket); ``rollout.server.inside`` has the workers' end. Servers stay paused until :func:`resume`, even
+after a failure, so that none answers with half of an update.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import json
 import traceback
 import uuid
+from asyncio import FIRST_EXCEPTION
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,9 @@ CONTROL_SECONDS = 150.0
 """Time limit for each step of an update except the tensors. A server that exceeds it counts as lost."""
 LINKS = {"gloo": (join_gloo, torch.device("cpu")), "nccl": (join_nccl, torch.device("cuda"))}
 """Kind of broadcast → function that creates its group, and device to send from."""
-
 Bucket = Sequence[tuple[str, Tensor]]
+_UPDATE_SECONDS = 3600.0
+"""Time limit for the request of an update. Each broadcast, and the wait after the last, has its own."""
 
 
 def send_weights(
@@ -48,13 +51,15 @@ def send_weights(
     sending = Future[None]()
     sending.set_result(None)
     try:
-        for bucket in in_buckets(tensors):  # gathered while the previous one is sent
+        for bucket in chain(in_buckets(tensors), [[]]):  # gathered while the previous one is sent
             problem = problem or _attempt(sending.result)
             if servers and problem is None:
                 sending = loop.submit(sender.send(servers, bucket))
         problem = problem or _attempt(sending.result)
-    finally:
-        sending.cancel()
+    except BaseException:
+        if not sending.cancel():
+            sender.close()  # else workers would wait for the next bucket
+        raise
     return problem or _attempt(loop.run, _finish(servers, version))
 
 
@@ -128,11 +133,12 @@ class BroadcastSender:
         self.sent_bytes = 0  # in the last update
         self._group: Any = None
         self._members: dict[Server, dict[str, object]] = {}  # of the group, with the request to join
+        self._loading: list[asyncio.Task[None]] = []  # a request to each server, open during the update
         atexit.register(self.close)  # a gloo group that is open at exit sometimes aborts the process
 
     async def connect(self, servers: Sequence[Server]) -> None:
         """Prepare an update of these servers: create a group, unless theirs is intact."""
-        self.sent_bytes = 0
+        self.sent_bytes, self._loading = 0, []
         if list(self._members) == list(servers) and await self._complete():
             return
         await asyncio.to_thread(self.close)
@@ -164,23 +170,44 @@ class BroadcastSender:
         await asyncio.gather(*(server.post(route, body, timeout=limit) for server, body in asked.items()))
 
     async def send(self, servers: Sequence[Server], bucket: Bucket) -> None:
-        """Send the tensors to every worker; return when all have loaded them. Raises ``ServerLost`` and
-        closes the group if a server is lost or exceeds the time limit."""
+        """Send the tensors to every worker. An empty bucket ends the update: return when all have loaded it.
+        Raises ``ServerLost`` and closes the group if a server is lost or exceeds the time limit."""
+        if not self._loading:
+            self._loading = [asyncio.create_task(self._load(server), name=server.url) for server in servers]
+            for request in self._loading:  # an error need not be read, as after an interruption
+                request.add_done_callback(lambda one: one.cancelled() or one.exception())
         try:
+            if any(request.done() for request in self._loading):
+                raise ServerLost("a server ended the update before its last bucket")
             if self._delta:
                 bucket = await asyncio.to_thread(list, self.changes.encode(bucket))
             self.sent_bytes += sum(tensor.nbytes for _, tensor in bucket)
-            info = {
-                "names": [name for name, _ in bucket],
-                "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-                "shapes": [list(tensor.shape) for _, tensor in bucket],
-            }
-            sending = asyncio.to_thread(_broadcast, self._group, self._device, bucket, self._timeout)
-            loading = _all(servers, "/update_weights", {"update_info": info}, timeout=self._answer_seconds)
-            await asyncio.gather(sending, loading)
-        except BaseException:
+            await asyncio.to_thread(_broadcast, self._group, self._device, bucket, self._timeout)
+            if not bucket:
+                limit = self._answer_seconds
+                _, late = await asyncio.wait(self._loading, timeout=limit, return_when=FIRST_EXCEPTION)
+                for request in late:
+                    raise ServerLost(f"{request.get_name()}/update_weights: no answer to the last bucket")
+                await asyncio.gather(*self._loading)
+            return
+        except BaseException as error:
+            problem = error
+        if isinstance(problem, ServerLost):  # a second, to learn which server was lost
+            await asyncio.wait(self._loading, timeout=1, return_when=FIRST_EXCEPTION)
+        await asyncio.to_thread(self.close)
+        errors = [one.exception() for one in self._loading if one.done() and not one.cancelled()]
+        for request in self._loading:
+            request.cancel()
+        raise next(filter(None, errors), problem)
+
+    async def _load(self, server: Server) -> None:
+        """Have a server load all buckets of an update, in one request."""
+        try:
+            await server.post("/update_weights", {"update_info": {}}, timeout=_UPDATE_SECONDS)
+        except Exception:
             # Until the group is aborted, NCCL's kernel waits for the lost rank and blocks the GPU's stream.
-            await asyncio.to_thread(self.close)
+            if asyncio.current_task() in self._loading:
+                await asyncio.to_thread(self.close)
             raise
 
     def close(self) -> None:
@@ -209,13 +236,18 @@ def _address_towards(servers: Sequence[Server]) -> str:
 
 def _broadcast(group: Any, device: torch.device, bucket: Bucket, timeout: timedelta) -> None:
     # The group is an argument, as this thread may still wait for it when the sender has created another.
-    sent = to_bytes([tensor for _, tensor in bucket], device)
+    rows = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in bucket]
+    table = torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8)
+    messages = [torch.tensor([len(table) if bucket else 0]).view(torch.uint8)]
+    if bucket:
+        messages += [table, to_bytes([tensor for _, tensor in bucket], device)]
     try:
-        # NCCL's stream waits for the current one. This thread waits for NCCL only with a timeout.
-        group.broadcast([sent], dist.BroadcastOptions()).wait(timeout)
+        for message in messages:
+            # NCCL's stream waits for the current one. This thread waits for NCCL only with a timeout.
+            group.broadcast([message.to(device)], dist.BroadcastOptions()).wait(timeout)
     except RuntimeError as error:
         first = str(error).split(". ")[0]  # without gloo's second sentence, which adds nothing
-        names = f"{bucket[0][0]} … {bucket[-1][0]}"
+        names = f"{bucket[0][0]} … {bucket[-1][0]}" if bucket else "the end"
         raise ServerLost(f"the broadcast of {names} failed: {first}") from error
 
 
@@ -232,14 +264,13 @@ class DiskSender:
         await _all(servers, "/init_weight_transfer_engine", {"init_info": {}}, timeout=60)
 
     async def send(self, servers: Sequence[Server], bucket: Bucket) -> None:
+        if not bucket:
+            return
         path = self._folder.resolve() / f"weights-{uuid.uuid4().hex}.safetensors"
         self.sent_bytes += sum(tensor.nbytes for _, tensor in bucket)
         try:
-            # Renamed when complete, so that servers never see half of a file.
-            partial = path.with_suffix(".partial")
             tensors = {name: tensor.cpu().contiguous() for name, tensor in bucket}
-            await asyncio.to_thread(save_file, tensors, partial, {"format": "pt"})
-            partial.rename(path)
+            await asyncio.to_thread(save_file, tensors, path, {"format": "pt"})
             await _all(servers, "/update_weights", {"update_info": {"paths": [str(path)]}}, timeout=600)
         finally:
             path.unlink(missing_ok=True)

@@ -5,7 +5,7 @@ Tensors have Hugging Face names and are loaded by the model's ``load_weights``, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -39,7 +39,7 @@ class WeightLoading:
         """Prepare all layers for loading."""
         initialize_layerwise_reload(self._model)
 
-    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load some of the tensors."""
         self._model.load_weights(tensors)  # type: ignore[operator]
 
@@ -59,7 +59,7 @@ class WeightLoading:
 
 
 class _Transfer(WeightTransferEngine):
-    """Loads what :meth:`tensors` yields: adapters if the server has them, else all weights."""
+    """Loads what :meth:`buckets` yields: adapters if the server has them, else all weights."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -78,6 +78,7 @@ class _Transfer(WeightTransferEngine):
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except BaseException:
+            self.shutdown()  # for the others in a group, which would wait for this worker
             self.loading.abandon()
             raise
         # vLLM's own method would synchronise an accelerator even if there is none.
@@ -85,9 +86,10 @@ class _Transfer(WeightTransferEngine):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: WeightTransferUpdateInfo) -> None:
-        self.loading.load(self.tensors(update_info))
+        for bucket in self.buckets(update_info):
+            self.loading.load(bucket)
 
-    def tensors(self, update_info: WeightTransferUpdateInfo) -> Iterator[tuple[str, Tensor]]:
+    def buckets(self, update_info: WeightTransferUpdateInfo) -> Iterator[Iterable[tuple[str, Tensor]]]:
         raise NotImplementedError
 
     def finish_weight_update(self) -> None:
@@ -148,20 +150,11 @@ class BroadcastInit(WeightTransferInitInfo):
     """The trainer sends changes since its last update in the group."""
 
 
-@dataclass
-class BroadcastUpdate(WeightTransferUpdateInfo):
-    """The tensors that the trainer broadcasts next, in this order."""
-
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
-
-
 class GlooTransfer(_Transfer):
     """Receives broadcasts through CPU and TCP, in a group of the trainer's first rank and all workers."""
 
     init_info_cls = BroadcastInit
-    update_info_cls = BroadcastUpdate
+    update_info_cls = WeightTransferUpdateInfo  # empty: names, dtypes and shapes are broadcast, too
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -185,10 +178,10 @@ class GlooTransfer(_Transfer):
         if not init_info.joined:
             self._held = Held() if init_info.delta else None
 
-    def tensors(self, update_info: BroadcastUpdate) -> Iterator[tuple[str, Tensor]]:
-        sent = self._receiver.tensors(update_info.names, update_info.dtype_names, update_info.shapes)
-        for name, tensor in sent if self._held is None else self._held.decode(sent):
-            yield name, tensor.to(self.device)
+    def buckets(self, update_info: WeightTransferUpdateInfo) -> Iterator[Iterable[tuple[str, Tensor]]]:
+        for sent in self._receiver.buckets():
+            decoded = sent if self._held is None else self._held.decode(sent)
+            yield ((name, tensor.to(self.device)) for name, tensor in decoded)
 
     def shutdown(self) -> None:
         self._receiver.close()
@@ -202,11 +195,6 @@ class NCCLTransfer(GlooTransfer):
 
 
 @dataclass
-class DiskInit(WeightTransferInitInfo):
-    """Empty, as files need no connection."""
-
-
-@dataclass
 class DiskUpdate(WeightTransferUpdateInfo):
     """Safetensors files that this server can read."""
 
@@ -216,11 +204,10 @@ class DiskUpdate(WeightTransferUpdateInfo):
 class DiskTransfer(_Transfer):
     """Reads files from a disk that trainer and server share."""
 
-    init_info_cls = DiskInit
+    init_info_cls = WeightTransferInitInfo  # empty: files need no connection
     update_info_cls = DiskUpdate
 
-    def tensors(self, update_info: DiskUpdate) -> Iterator[tuple[str, Tensor]]:
+    def buckets(self, update_info: DiskUpdate) -> Iterator[Iterable[tuple[str, Tensor]]]:
         for path in update_info.paths:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():
-                    yield name, file.get_tensor(name).to(self.device)
+                yield ((name, file.get_tensor(name).to(self.device)) for name in file.keys())
