@@ -13,7 +13,7 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.machine.sizes import check_parallel
 from megatron_fspo.verify.cases import MIXTURE, SMALL, with_layers
 from megatron_fspo.weights import Adapters, Architecture
-from megatron_fspo.weights.table import TARGETS
+from megatron_fspo.weights.table import adapter_targets
 
 _SIZES = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "context", "ep": "expert"}
 _FLAGS = {"sp": "sequence", "do": "distributed_optimizer", "overlap": "overlap_grad_reduce"}
@@ -116,8 +116,7 @@ def choose_model(layout: Layout, arch: Architecture | None) -> Architecture:
     model = with_layers(arch or (MIXTURE if layout.moe else SMALL), layout.parallel)
     check_parallel(model, layout.parallel)
     if layout.lora:
-        targets = TARGETS[:4] if layout.moe else TARGETS
-        model = replace(model, adapters=Adapters(rank=3, scale=0.25, targets=targets))
+        model = replace(model, adapters=Adapters(rank=3, scale=0.25, targets=adapter_targets(model)))
     return model
 
 

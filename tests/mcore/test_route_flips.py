@@ -28,7 +28,9 @@ def test_flips_are_of_sets(place: int, experts_per_token: int, replay: bool) -> 
     unknown = torch.arange(TOKENS) % 5 == 0
     routes[unknown] = 255
     work = SimpleNamespace(replay=replay, flipped={}, chosen={})
-    router: Any = SimpleNamespace(place=place, _here=lambda values: values)
+    router: Any = SimpleNamespace(
+        place=place, _here=lambda values: values, config=SimpleNamespace(num_moe_experts=EXPERTS)
+    )
     used, known = PolicyRouter._compared(router, SimpleNamespace(routes=routes, router=work), own)
 
     assert known.equal(~unknown)
