@@ -70,7 +70,7 @@ THIRD_PARTY = {
     "record": {"pyarrow", "torch", "tqdm", "wandb"},
     "trainer": {"torch", "pydantic", "tqdm"},
     "plugin": set(),
-    "verify": {"torch"},
+    "verify": {"torch", "transformers"},
     "lab": {
         "torch",
         "megatron",

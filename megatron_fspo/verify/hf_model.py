@@ -121,67 +121,42 @@ def hf_config(arch: Architecture) -> dict[str, Any]:
     if arch.rope_factor is not None:
         rope |= {"rope_type": "llama3", "factor": arch.rope_factor, "low_freq_factor": 1.0}
         rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if (yarn := arch.yarn) is not None:
-        keys = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-        rope |= {"rope_type": "yarn", "original_max_position_embeddings": yarn.original_length}
-        rope |= {key: getattr(yarn, key) for key in keys}
+    if arch.yarn is not None:
+        rope |= {"rope_type": "yarn", **vars(arch.yarn)}
+        rope["factor"] = rope.pop("rotary_scaling_factor")
+    # fmt: off
     config: dict[str, Any] = {
-        "model_type": arch.model_type,
-        "num_hidden_layers": arch.num_layers,
-        "hidden_size": arch.hidden_size,
-        "num_attention_heads": arch.num_heads,
-        "num_key_value_heads": arch.num_kv_heads,
-        "intermediate_size": arch.ffn_size,
-        "vocab_size": arch.vocab_size,
-        "tie_word_embeddings": arch.tied,
-        "rms_norm_eps": arch.rms_norm_eps,
-        "rope_parameters": rope,
+        "model_type": arch.model_type, "dtype": "float32", "hidden_act": "silu", "pad_token_id": None,
+        "vocab_size": arch.vocab_size, "hidden_size": arch.hidden_size, "intermediate_size": arch.ffn_size,
+        "num_hidden_layers": arch.num_layers, "num_attention_heads": arch.num_heads,
+        "num_key_value_heads": arch.num_kv_heads, "rms_norm_eps": arch.rms_norm_eps,
+        "tie_word_embeddings": arch.tied, "rope_parameters": rope,
         "max_position_embeddings": arch.max_position_embeddings,
-        "hidden_act": "silu",
-        "pad_token_id": None,
-        "dtype": "float32",
+        # Families without these keys ignore them.
+        "sliding_window": arch.window, "qkv_bias": arch.qkv_bias,
+        "attention_bias": arch.qkv_bias and arch.model_type != "qwen2_moe",
+        "use_qk_norm": arch.qk_norm, "attention_multiplier": arch.attention_scale or 1.0,
+        "embedding_multiplier": arch.embedding_scale, "residual_multiplier": arch.residual_scale,
+        "logits_scaling": arch.logits_divisor,
     }
-    if arch.model_type in ("mistral", "mixtral", "phi3"):
-        config["sliding_window"] = arch.window
-    if arch.model_type == "granite":
-        config["attention_multiplier"] = arch.attention_scale
-        config["embedding_multiplier"] = arch.embedding_scale
-        config["residual_multiplier"] = arch.residual_scale
-        config["logits_scaling"] = arch.logits_divisor
-    if arch.model_type in ("glm4", "glm4_moe"):
-        config["attention_bias"] = arch.qkv_bias
-    if arch.model_type == "glm4_moe":
-        config["use_qk_norm"] = arch.qk_norm
     if (latent := arch.latent) is None:
         config["head_dim"] = arch.head_dim
     else:
-        config["q_lora_rank"], config["kv_lora_rank"] = latent.q_rank, latent.kv_rank
-        config["qk_nope_head_dim"] = arch.head_dim - latent.rope_size
-        config["qk_rope_head_dim"], config["v_head_dim"] = latent.rope_size, latent.value_size
-    return config | _experts(arch)
-
-
-def _experts(arch: Architecture) -> dict[str, Any]:
-    experts = arch.experts
-    if experts is None:
-        return {}
-    if arch.model_type == "mixtral":
-        sizes = {"num_local_experts": experts.count, "intermediate_size": experts.ffn_size}
-        return sizes | {"num_experts_per_tok": experts.per_token}
-    config: dict[str, Any] = {
-        "n_routed_experts" if experts.sigmoid else "num_experts": experts.count,
-        "num_experts_per_tok": experts.per_token,
-        "moe_intermediate_size": experts.ffn_size,
-        "norm_topk_prob": experts.normalize_top_k,
-    }
-    if arch.model_type == "qwen2_moe":
-        config |= {"shared_expert_intermediate_size": experts.shared_ffn_size, "qkv_bias": arch.qkv_bias}
-    if experts.sigmoid:
         config |= {
-            "n_shared_experts": experts.shared_ffn_size // experts.ffn_size,
-            "first_k_dense_replace": experts.dense_layers,
-            "routed_scaling_factor": experts.scale,
-            "n_group": experts.groups,
-            "topk_group": experts.group_top_k,
+            "q_lora_rank": latent.q_rank, "kv_lora_rank": latent.kv_rank, "v_head_dim": latent.value_size,
+            "qk_nope_head_dim": arch.head_dim - latent.rope_size, "qk_rope_head_dim": latent.rope_size,
         }
+    if (experts := arch.experts) is not None:
+        mixtral = arch.model_type == "mixtral"
+        config |= {
+            "n_routed_experts" if experts.sigmoid else "num_local_experts" if mixtral else "num_experts":
+                experts.count,
+            "intermediate_size" if mixtral else "moe_intermediate_size": experts.ffn_size,
+            "num_experts_per_tok": experts.per_token, "norm_topk_prob": experts.normalize_top_k,
+            "shared_expert_intermediate_size": experts.shared_ffn_size,
+            "n_shared_experts": experts.shared_ffn_size // experts.ffn_size, "n_group": experts.groups,
+            "topk_group": experts.group_top_k, "first_k_dense_replace": experts.dense_layers,
+            "routed_scaling_factor": experts.scale,
+        }
+    # fmt: on
     return config

@@ -44,15 +44,14 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """RoPE stretched to longer sequences (arXiv 2309.00071)."""
+    """RoPE stretched to longer sequences (arXiv 2309.00071), by Megatron's names."""
 
-    factor: float
-    original_length: int
-    """Longest sequence before."""
+    rotary_scaling_factor: float
+    original_max_position_embeddings: int
     beta_fast: float
     beta_slow: float
     mscale: float
-    """Angles' factor 0.1 · mscale · ln factor + 1, over the same of ``mscale_all_dim``."""
+    """Angles' factor 0.1 · mscale · ln(scaling factor) + 1, over the same of ``mscale_all_dim``."""
     mscale_all_dim: float
     """Attention's factor is the square of the like."""
 

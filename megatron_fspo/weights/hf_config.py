@@ -47,6 +47,7 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
     """Read the architecture of a checkpoint folder; raises ``InputError`` if the model is not supported."""
     config = _Config(Path(checkpoint_dir) / "config.json")
     family = config.required("model_type", str)
+    family = "deepseek_v3" if family == "kimi_k2" else family  # the same model with more experts
     if family not in SUPPORTED:
         raise config.error("model_type", f"is {family!r}; supported: {', '.join(SUPPORTED)}")
     _refuse_unsupported(config, family)
@@ -299,11 +300,11 @@ def _yarn(config: _Config, family: str) -> Yarn | None:
                 raise config.error(key, "has rope_type 'yarn', which only DeepSeek-V3's models may have")
             if rope.get("attention_factor") is not None or rope.get("truncate") is False:
                 raise config.error(key, "has attention_factor or truncate, which is not supported")
-            names = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+            longest = "original_max_position_embeddings"
+            names = (longest, "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
             values = {name: config.positive(f"{key}.{name}", rope.get(name)) for name in names}
-            name = "original_max_position_embeddings"
-            length = config.positive(f"{key}.{name}", rope.get(name))
-            return Yarn(original_length=int(length), **values)
+            numbers = {longest: int(values.pop(longest)), "rotary_scaling_factor": values.pop("factor")}
+            return Yarn(**numbers, **values)  # type: ignore[arg-type]
     return None
 
 

@@ -26,7 +26,14 @@ WHOLE = replace(
     experts=Experts(count=4, per_token=2, ffn_size=8, normalize_top_k=True),
     adapters=Adapters(rank=4, scale=2.0, targets=("q", "v")),
     latent=LatentAttention(q_rank=4, kv_rank=4, rope_size=2, value_size=4),
-    yarn=Yarn(factor=4.0, original_length=64, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
+    yarn=Yarn(
+        rotary_scaling_factor=4.0,
+        original_max_position_embeddings=64,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+    ),
     window=32,
     attention_scale=0.5,
 )

@@ -41,7 +41,8 @@ FOUND: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6, "unused_layers": 1, "head_dim": 192, "fp8_block": (128, 128),
         "latent": LatentAttention(q_rank=1536, **LATENT),
         "yarn": Yarn(
-            factor=40.0, original_length=4096, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0
+            rotary_scaling_factor=40.0, original_max_position_embeddings=4096, beta_fast=32.0,
+            beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
         ),
         "experts": Experts(
             count=256, per_token=8, ffn_size=2048, normalize_top_k=True, dense_layers=3, shared_ffn_size=2048,

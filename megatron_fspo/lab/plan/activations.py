@@ -86,7 +86,7 @@ def _attention(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
         wide = width if shape.device == "cuda" else 2 * _FP32
         yield KeptTensor("latent q, k and v into their norms", ranks * wide + keys, ranks * width + keys)
         yield KeptTensor("latent q, k and v, into linears", ranks * width, ranks * _product_width(shape))
-    normed = arch.qk_norm
+    normed = arch.latent is None and has_parameter(arch, "self_attention.q_layernorm.weight")
     if normed:
         stats = t * (arch.num_heads + arch.num_kv_heads) / tp * _FP32
         # On a GPU the local norm saves a view of the linear's output; Transformer Engine's saves a copy.

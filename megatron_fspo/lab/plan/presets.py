@@ -13,7 +13,7 @@ from megatron_fspo.weights import Architecture, Experts, read_architecture
 _BF16 = {"dtype": torch.bfloat16}
 _QWEN3: dict[str, Any] = {
     **_BF16, "model_type": "qwen3", "num_kv_heads": 8, "head_dim": 128, "vocab_size": 151936, "tied": False,
-    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "qk_norm": True, "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960,
 }  # fmt: skip
 _LLAMA31: dict[str, Any] = {
     **_BF16, "model_type": "llama", "num_kv_heads": 8, "head_dim": 128, "vocab_size": 128256, "tied": False,

@@ -40,6 +40,10 @@ from megatron_fspo.mcore.model.packed_attention import packed_attention
 from megatron_fspo.packing.zigzag import gathered_positions, local_positions
 from megatron_fspo.weights import Architecture, has_parameter
 
+if importlib.util.find_spec("transformer_engine") is None:
+    # megatron-core 0.16 takes mocks for Transformer Engine's classes; 0.19 does not import this linear layer.
+    vars(multi_latent_attention).update(HAVE_TE=False, Linear=Linear)
+
 
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm whose gradient Megatron sums over tensor-parallel ranks under sequence parallelism."""
@@ -168,15 +172,6 @@ def _at_positions(module: Any, args: Any, angles: Any, positions: Tensor) -> Any
     return (angles[0][positions], angles[1]) if isinstance(angles, tuple) else angles[positions]
 
 
-def _whole_linear() -> type[torch.nn.Module]:
-    """Return Megatron's linear layer that is the same on every tensor-parallel rank."""
-    if importlib.util.find_spec("transformer_engine") is None:
-        # megatron-core 0.16 takes mocks for Transformer Engine's classes; 0.19 does not import this one then.
-        vars(multi_latent_attention).update(HAVE_TE=False, Linear=Linear)
-    linear: type[torch.nn.Module] = Linear
-    return linear
-
-
 class ResidualAdd(torch.nn.Module):
     """Adds what attention or MLP return to the residual stream: after a norm (GLM-4), or times a factor
     (Granite). In the place of Megatron's ``get_bias_dropout_add``."""
@@ -246,7 +241,7 @@ def _layer_spec(
             attention.q_layernorm = RMSNorm if arch.q_rank else IdentityOp
             attention.kv_layernorm = RMSNorm
             # As with Transformer Engine. Sharded, they would lose part of the rotated key's gradient.
-            attention.linear_q_down_proj = attention.linear_kv_down_proj = _whole_linear()
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
         elif config.qk_layernorm:
             attention.q_layernorm = RMSNorm
             attention.k_layernorm = RMSNorm

@@ -101,22 +101,10 @@ def _unset(weight: Tensor) -> None:
 
 def _attention(arch: Architecture) -> dict[str, Any]:
     """Return the settings for heads."""
-    latent, yarn = arch.latent, arch.yarn
+    latent = arch.latent
     if latent is None:
         normed = has_parameter(arch, "self_attention.q_layernorm.weight")
         return {"kv_channels": arch.head_dim, "qk_layernorm": normed}
-    stretched = (
-        {
-            "rotary_scaling_factor": yarn.factor,
-            "original_max_position_embeddings": yarn.original_length,
-            "beta_fast": yarn.beta_fast,
-            "beta_slow": yarn.beta_slow,
-            "mscale": yarn.mscale,
-            "mscale_all_dim": yarn.mscale_all_dim,
-        }
-        if yarn
-        else {}
-    )
     return {
         "q_lora_rank": latent.q_rank,
         "kv_lora_rank": latent.kv_rank,
@@ -124,9 +112,9 @@ def _attention(arch: Architecture) -> dict[str, Any]:
         "qk_pos_emb_head_dim": latent.rope_size,
         "v_head_dim": latent.value_size,
         "qk_layernorm": True,
-        "rope_type": "yarn" if yarn else "rope",
+        "rope_type": "yarn" if arch.yarn else "rope",
         "rotary_base": int(arch.rope_theta),
-        **stretched,
+        **(vars(arch.yarn) if arch.yarn else {}),
     }
 
 

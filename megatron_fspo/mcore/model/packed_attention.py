@@ -100,19 +100,14 @@ def packed_attention(
             query, key, F.pad(value, (0, missing)), borders, prefixes, scale=scale, window=window
         )
         return wide[..., :-missing]
-    parts = make_parts(borders, prefixes)
-    longest = max(sum(rows.stop - rows.start for rows in _keys(part.queries, parts)) for part in parts)
+    # At least as long as any token's sequence.
+    longest = max(b - a for a, b in pairwise(borders)) + max((p.end - p.start for p in prefixes), default=0)
     narrow = window is not None and window < longest
     if narrow or (query.device.type != "cpu" and query.element_size() > 2):
-        return masked(query, key, value, parts, scale, window)
+        return masked(query, key, value, make_parts(borders, prefixes), scale, window)
     calls = make_calls(tuple(borders), tuple(prefixes), query.device)
     out: Tensor = Merged.apply(query, key, value, calls, scale)  # type: ignore[no-untyped-call]
     return out
-
-
-def _keys(block: slice, parts: Sequence[Part]) -> list[slice]:
-    """Return the rows that those of a block attend to, its own first."""
-    return [part.keys for part in parts if part.queries.start <= block.start < part.queries.stop]
 
 
 def masked(
@@ -126,7 +121,7 @@ def masked(
     """Compute attention with masks, block by block."""
     rows = []
     for block, *_ in (part for part in parts if part.causal):
-        seen = _keys(block, parts)
+        seen = [p.keys for p in parts if p.queries.start <= block.start < p.queries.stop]
         keys, values = (torch.cat([x[s] for s in reversed(seen)]) for x in (key, value))
         count = block.stop - block.start
         mask = torch.ones(count, len(keys), dtype=torch.bool, device=query.device).tril(len(keys) - count)
