@@ -270,12 +270,8 @@ def make_routing(config: Config, arch: Architecture) -> Routing | None:
     if config.moe.replay != "rollout":
         return None
     assert arch.experts is not None  # prepare() checks this
-    return Routing(
-        layers=arch.num_layers,
-        experts=arch.num_experts,
-        per_token=arch.experts.per_token,
-        dense=arch.dense_layers,
-    )
+    sizes = {"layers": arch.num_layers, "experts": arch.num_experts, "per_token": arch.experts.per_token}
+    return Routing(**sizes, dense=arch.dense_layers)
 
 
 def make_mini_batches(

@@ -288,8 +288,7 @@ def _backward_order(name: str) -> tuple[int, int, int]:
         name = plain_name(name)
         layer, module = name.removeprefix("model.layers.").rpartition(".")[0].split(".", 1)
         name = re.sub(r"[.]\d+[.]", ".", module)
-        place = _LAYER_BACKWARD.index(name) if name in _LAYER_BACKWARD else len(_LAYER_BACKWARD)
-        return 2, -int(layer), place
+        return 2, -int(layer), (*_LAYER_BACKWARD, name).index(name)
     return {"lm_head.weight": 0, "model.norm.weight": 1, "model.embed_tokens.weight": 3}.get(name, 0), 0, 0
 
 

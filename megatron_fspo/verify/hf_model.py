@@ -37,8 +37,8 @@ class HFModel:
             if isinstance(module, Embedding):
                 module.padding_idx = None  # whose gradient would be left out
             if "Rotary" in type(module).__name__:
-                module.register_forward_pre_hook(self._wide.stop)
-                module.register_forward_hook(self._wide.go_on)
+                module.register_forward_pre_hook(lambda *_: setattr(self._wide, "active", False))
+                module.register_forward_hook(lambda *_: setattr(self._wide, "active", True))
 
     def logits(
         self, weights: Mapping[str, Tensor], ids: Sequence[int], rows: Tensor, routers: Routers
@@ -92,12 +92,6 @@ class _Wide(TorchFunctionMode):
     """Turns a request for float32 of a float64 tensor into one for float64."""
 
     active = True
-
-    def stop(self, *_: Any) -> None:
-        self.active = False
-
-    def go_on(self, *_: Any) -> None:
-        self.active = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

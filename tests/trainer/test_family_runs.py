@@ -132,5 +132,5 @@ def test_targets_without_a_matrix_in_the_files_are_refused(folder: Path) -> None
         done = run(folder, "refused", *WORDS, *keys, nproc=1)
         (line,) = done.stderr.splitlines()
         kind = "deepseek_v3" if family == "moonlight" else family
-        assert line.endswith(f"lora.targets: {target}: {kind} models can have adapters of {legal} only")
+        assert line.endswith(f"lora.targets: {target}: {kind} has adapters of {legal} only")
         assert done.returncode == 2 and not (folder / "refused").exists()

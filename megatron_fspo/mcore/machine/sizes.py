@@ -92,7 +92,7 @@ def make_adapters(keys: LoRA, arch: Architecture) -> Adapters | None:
     legal = adapter_targets(arch)
     if wrong := [target for target in keys.targets if target not in legal]:
         raise InputError(
-            f"lora.targets: {wrong[0]}: {arch.model_type} models can have adapters of {', '.join(legal)} only"
+            f"lora.targets: {wrong[0]}: {arch.model_type} has adapters of {', '.join(legal)} only"
         )
     scale = keys.alpha / (math.sqrt(keys.rank) if keys.rslora else keys.rank)
     targets = tuple(target for target in legal if target in (keys.targets or legal))

@@ -228,8 +228,7 @@ class RouterPasses(list[RouterPass]):
     def routes(self) -> list[Tensor]:
         """Return [t, layers, k] for each micro-batch: the experts used in this rank's layers,
         ``no_route`` in those with an MLP."""
-        dtype = next(iter(self[0].chosen.values())).dtype
-        missing = no_route(dtype)
+        missing = no_route(next(iter(self[0].chosen.values())).dtype)
         return self._whole([self._every_layer(router_pass.chosen, missing, dim=1) for router_pass in self])
 
     def flipped(self) -> list[Tensor]:
