@@ -108,6 +108,7 @@ class Decoder:
         self._shares_experts = groups.ep.size() > 1
         self._vocab_size = vocab_size
         self._length = 0
+        self._rotary: list[_Rotary] = []
 
     @contextmanager
     def session(self, *, slots: int, max_tokens: int) -> Iterator[None]:
@@ -117,6 +118,7 @@ class Decoder:
         for chunk in self._chunks:
             chunk.eval()
         settings = list(_settings(self._chunks, max_tokens))
+        self._rotary = [value for _, _, value in settings if isinstance(value, _Rotary)]
         outside = [getattr(owner, name) for owner, name, _ in settings]
         for setting in settings:
             setattr(*setting)
@@ -158,9 +160,8 @@ class Decoder:
         ids = torch.tensor(tokens, device=parameter.device)
         start, self._length = self._length, self._length + ids.shape[1]
         positions = torch.arange(start, self._length, device=ids.device).expand_as(ids)
-        for chunk in self._chunks:
-            for owner in _rotated(chunk):
-                owner.rotary_pos_emb.positions = slice(start, self._length)
+        for rotary in self._rotary:
+            rotary.positions = slice(start, self._length)
 
         stages, mine = self._pipeline.size(), self._pipeline.rank()
         ranks = dist.get_process_group_ranks(self._pipeline)
@@ -213,12 +214,7 @@ def _settings(chunks: Sequence[GPTModel], max_tokens: int) -> Iterator[tuple[Any
             scale = getattr(layer.self_attention, "softmax_scale", chunk.config.softmax_scale)
             window = chunk.config.window_size and chunk.config.window_size[0] + 1
             yield layer.self_attention, "core_attention", _CachedAttention(max_tokens, scale, window)
-        for owner in _rotated(chunk):
+        # Latent attention has angles of its own in every layer.
+        latent = chunk.config.multi_latent_attention
+        for owner in [layer.self_attention for layer in chunk.decoder.layers] if latent else [chunk]:
             yield owner, "rotary_pos_emb", _Rotary(owner.rotary_pos_emb, max_tokens)
-
-
-def _rotated(chunk: GPTModel) -> list[Any]:
-    """Return the modules with RoPE angles: the chunk, or each layer's latent attention."""
-    if not chunk.config.multi_latent_attention:
-        return [chunk]
-    return [layer.self_attention for layer in chunk.decoder.layers]
