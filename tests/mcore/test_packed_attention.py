@@ -44,27 +44,30 @@ def geometry(units: Units) -> tuple[list[int], list[Prefix], list[list[int]]]:
     return borders, prefixes, sequences
 
 
-def alone(query: Tensor, key: Tensor, value: Tensor, sequences: list[list[int]]) -> Tensor:
+def alone(query: Tensor, key: Tensor, value: Tensor, sequences: list[list[int]], window: int) -> Tensor:
     """Each sequence by the formula; rows of a prefix come out the same in all."""
-    out = torch.zeros_like(query)
+    out = query.new_zeros(*query.shape[:2], value.shape[-1])
     for rows in sequences:
         n = len(rows)
         k, v = (x[rows].repeat_interleave(query.shape[1] // KV_HEADS, dim=1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query[rows], k) / SIZE**0.5
-        weights = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf).softmax(-1)
+        ahead = torch.arange(n)[:, None] - torch.arange(n)
+        weights = scores.masked_fill((ahead < 0) | (ahead >= window), -torch.inf).softmax(-1)
         out = out.index_copy(0, torch.tensor(rows), torch.einsum("hqk,khd->qhd", weights, v))
     return out
 
 
-def largest_gaps(units: Units, heads: int, attend: Any) -> list[float]:
+def largest_gaps(
+    units: Units, heads: int, attend: Any, window: int = 1000, value_size: int = SIZE
+) -> list[float]:
     """Of the output and of the gradients of queries, keys and values."""
     borders, prefixes, sequences = geometry(units)
     generator = torch.Generator().manual_seed(len(borders))
     query, key, value, slope = (
-        torch.randn(borders[-1], count, SIZE, generator=generator, dtype=torch.float64, requires_grad=True)
-        for count in (heads, KV_HEADS, KV_HEADS, heads)
+        torch.randn(borders[-1], count, size, generator=generator, dtype=torch.float64, requires_grad=True)
+        for count, size in ((heads, SIZE), (KV_HEADS, SIZE), (KV_HEADS, value_size), (heads, value_size))
     )
-    outs = [attend(query, key, value, borders, prefixes), alone(query, key, value, sequences)]
+    outs = [attend(query, key, value, borders, prefixes), alone(query, key, value, sequences, window)]
     got, want = ([o, *torch.autograd.grad(o, (query, key, value), slope.detach())] for o in outs)
     return [(a - b).abs().max().item() for a, b in zip(got, want, strict=True)]
 
@@ -153,6 +156,18 @@ def by_varlen(
 )
 def test_values_and_gradients(attend: Any, units: Units, heads: int) -> None:
     assert max(largest_gaps(units, heads, attend)) < 1e-12
+
+
+@pytest.mark.parametrize("window", [1, 7, 11, 12, 1000])
+@pytest.mark.parametrize("value_size", [5, SIZE])
+def test_a_window_and_smaller_values(window: int, value_size: int) -> None:
+    """The longest sequence has 11 tokens, with its prefix."""
+
+    def attend(*arguments: Any) -> Tensor:
+        return packed_attention(*arguments, window=window)
+
+    units: Units = [(6, [5, 2]), (0, [9])]
+    assert max(largest_gaps(units, 4, attend, window, value_size)) < 1e-12
 
 
 def test_a_given_scale_and_narrow_numbers() -> None:

@@ -36,6 +36,7 @@ from megatron_fspo.weights import (
     shard_shape,
     shard_slices,
     to_megatron_shard,
+    write_hf_checkpoint,
 )
 
 PADDED = {1: 1280, 2: 1280, 4: 1536}  # 1237 to a multiple of 128 × tp, Megatron's default
@@ -290,3 +291,23 @@ def test_a_parameter_of_another_shape_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"padded vocabulary 1236"):
         embedding = resolve("embedding.word_embeddings.weight", arch)
         from_megatron_shards(embedding, [torch.zeros(618, 20)] * 2, arch)
+
+
+def test_an_export_without_the_bias_of_a_router_names_it(tmp_path: Path) -> None:
+    tensors = save_model(tmp_path / "hf", "glm4_moe")
+    (bias,) = (name for name in tensors if name.endswith("e_score_correction_bias"))
+    rest = ((name, tensor) for name, tensor in tensors.items() if name != bias)
+    with pytest.raises(InputError, match=bias):
+        write_hf_checkpoint(tmp_path / "out", rest, tmp_path / "hf")
+
+
+def test_a_dense_layer_has_no_experts_and_others_no_mlp(tmp_path: Path) -> None:
+    save_model(tmp_path, "deepseek_v3")
+    arch = read_architecture(tmp_path)
+    for layer, legal, other in (
+        (0, "linear_fc1.weight", "router.weight"),
+        (1, "router.expert_bias", "linear_fc2.weight"),
+    ):
+        assert resolve(f"decoder.layers.{layer}.mlp.{legal}", arch).hf
+        with pytest.raises(InputError, match=f"layers.{layer}.mlp.{other}"):
+            resolve(f"decoder.layers.{layer}.mlp.{other}", arch)
