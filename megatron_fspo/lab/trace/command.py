@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -148,8 +149,10 @@ def make_smallest(config: Config, model: str, world: int) -> tuple[Config, Reque
     stages = p.pipeline if p.pipeline <= 2 else 4 if p.interleaved and p.pipeline % 2 == 0 else 3
     replica, whole, stage = tensor * context, p.tensor * p.context, world // p.pipeline
     expert = min(p.expert, 2 if p.expert < whole else replica if p.expert == whole else 2 * replica)
+    least = max(2 if arch.uniform else 2 * stages * chunks, 2 * config.fp8.first_last_layers_bf16 + 1)
+    groups = math.lcm(expert, arch.experts.groups if arch.experts else 1)
     data = max(min(stage // whole, 2), expert * min(stage // p.expert, 2) // replica)
-    tree, edges = config.model_dump(), 2 * config.fp8.first_last_layers_bf16
+    tree = config.model_dump()
     tree["parallel"] |= {"tensor": tensor, "context": context, "pipeline": stages, "expert": expert}
     tree["parallel"]["virtual_pipeline"] = chunks
     tree["data"]["max_prompt_tokens"] = tree["rollout"]["max_response_tokens"] = 256
@@ -158,8 +161,8 @@ def make_smallest(config: Config, model: str, world: int) -> tuple[Config, Reque
     return small, Request(
         config=small.model_dump(mode="json"),
         model=model,
-        layers=-(-max(2, edges + 1) // (stages * chunks)) * stages * chunks,
-        experts=-(-2 * arch.experts.per_token // expert) * expert if arch.experts else None,
+        layers=-(-least // (stages * chunks)) * stages * chunks,
+        experts=-(-2 * arch.experts.per_token // groups) * groups if arch.experts else None,
         world=replica * stages * data,
         rank=0,
         job="all",

@@ -77,7 +77,8 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
     if request.layers is not None:
         arch = replace(arch, num_layers=request.layers)
     if request.experts is not None and arch.experts is not None:
-        arch = replace(arch, experts=replace(arch.experts, count=request.experts))
+        first = arch.dense_layers if request.layers is None else min(arch.dense_layers, 1)
+        arch = replace(arch, experts=replace(arch.experts, count=request.experts, dense_layers=first))
     backend = Backend(
         device=torch.device("cuda", 0),
         collectives="nccl",

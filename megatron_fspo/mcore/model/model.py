@@ -83,10 +83,9 @@ def transformer_config(
         calculate_per_token_loss=True,
         init_method=_unset,
         output_layer_init_method=_unset,
-        **_attention(arch),
         **_experts(arch, backend, dtype),
         **_precision(fp8),
-        **backend.config_flags(),
+        **(backend.config_flags() | _attention(arch)),
     )
 
 
@@ -114,6 +113,7 @@ def _attention(arch: Architecture) -> dict[str, Any]:
         "qk_layernorm": True,
         "rope_type": "yarn" if arch.yarn else "rope",
         "rotary_base": int(arch.rope_theta),
+        "apply_rope_fusion": False,  # its kernel is for YaRN only, and not for shared prompts
         **(vars(arch.yarn) if arch.yarn else {}),
     }
 
