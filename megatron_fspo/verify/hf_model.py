@@ -1,8 +1,7 @@
 """The model as transformers computes it, as float64 reference for families without one of our own.
 
 transformers asks for float32 in norms, softmax and routers; a mode of torch turns these requests into
-float64, except where positions become angles, which both sides define in float32. Weights keep the names of
-the files: gradients reach them through the tensors into which transformers stacks experts.
+float64, except where positions become angles, which both sides define in float32.
 """
 
 from __future__ import annotations

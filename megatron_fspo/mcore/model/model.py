@@ -101,9 +101,11 @@ def _unset(weight: Tensor) -> None:
 def _attention(arch: Architecture) -> dict[str, Any]:
     """Return the settings for heads."""
     latent = arch.latent
+    # For packs Megatron's fused RoPE ignores that neighbours rotate together. Latent attention's is for YaRN only.
+    fused = {"apply_rope_fusion": False} if latent or arch.rotary_interleaved else {}
     if latent is None:
         normed = has_parameter(arch, "self_attention.q_layernorm.weight")
-        return {"kv_channels": arch.head_dim, "qk_layernorm": normed}
+        return {"kv_channels": arch.head_dim, "qk_layernorm": normed, **fused}
     return {
         "q_lora_rank": latent.q_rank,
         "kv_lora_rank": latent.kv_rank,
@@ -113,8 +115,7 @@ def _attention(arch: Architecture) -> dict[str, Any]:
         "qk_layernorm": True,
         "rope_type": "yarn" if arch.yarn else "rope",
         "rotary_base": int(arch.rope_theta),
-        "apply_rope_fusion": False,  # its kernel is for YaRN only, and not for shared prompts
-        **(vars(arch.yarn) if arch.yarn else {}),
+        **(fused | (vars(arch.yarn) if arch.yarn else {})),
     }
 
 
