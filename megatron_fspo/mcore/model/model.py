@@ -101,7 +101,7 @@ def _unset(weight: Tensor) -> None:
 def _attention(arch: Architecture) -> dict[str, Any]:
     """Return the settings for heads."""
     latent = arch.latent
-    # For packs Megatron's fused RoPE ignores that neighbours rotate together. Latent attention's is for YaRN only.
+    # Megatron's fused RoPE of packs ignores that neighbours are rotated; latent attention's needs YaRN.
     fused = {"apply_rope_fusion": False} if latent or arch.rotary_interleaved else {}
     if latent is None:
         normed = has_parameter(arch, "self_attention.q_layernorm.weight")
