@@ -37,8 +37,7 @@ class Experts:
     scale: float = 1.0
     """Factor of the routing weights."""
     groups: int = 1
-    """The experts of a token are among those of ``group_top_k`` of this many groups, whose two best experts
-    have the largest sums of score and bias."""
+    """A token's experts are in ``group_top_k`` of these groups, by the sums of their two best choices."""
     group_top_k: int = 1
 
 

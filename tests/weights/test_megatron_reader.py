@@ -79,7 +79,7 @@ def test_parameters_the_model_has_not_are_foreign(tmp_path: Path) -> None:
 
 
 SMALL = Architecture(
-    model_type="qwen3", qk_norm=True, num_layers=2, hidden_size=5, num_heads=4, num_kv_heads=2, head_dim=3,
+    model_type="qwen3", num_layers=2, hidden_size=5, num_heads=4, num_kv_heads=2, head_dim=3,
     ffn_size=6, vocab_size=11, tied=False, rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=64,
     dtype=torch.float32,
 )  # fmt: skip

@@ -106,7 +106,7 @@ def test_config_of_transformers_4_and_5_read_the_same(folder: Path) -> None:
     assert read_architecture(folder) == five
     assert five == Architecture(
         model_type="qwen3", num_layers=2, hidden_size=20, num_heads=4, num_kv_heads=2, head_dim=6,
-        ffn_size=24, vocab_size=1237, tied=False, rms_norm_eps=1e-6, rope_theta=1e4, qk_norm=True,
+        ffn_size=24, vocab_size=1237, tied=False, rms_norm_eps=1e-6, rope_theta=1e4,
         max_position_embeddings=128, dtype=torch.float32,
     )  # fmt: skip
 

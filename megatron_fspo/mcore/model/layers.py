@@ -190,26 +190,27 @@ class ResidualAdd(torch.nn.Module):
 
 
 def block_spec(
-    arch: Architecture, backend: Backend, config: TransformerConfig, vp_stage: int | None = None
+    backend: Backend, config: TransformerConfig, vp_stage: int | None = None, arch: Architecture | None = None
 ) -> TransformerBlockSubmodules:
     """Return Megatron's specs of this rank's layers: of Transformer Engine's with our attention, or of
-    Megatron's local ones with our norm and attention. ``vp_stage`` is the virtual pipeline stage."""
-    first = get_transformer_layer_offset(config, vp_stage)
+    Megatron's local ones with our norm and attention. ``vp_stage`` is the virtual pipeline stage; ``arch``
+    adds what the configuration lacks, factors and norms of the residual stream."""
+    first, pattern = get_transformer_layer_offset(config, vp_stage), config.moe_layer_freq
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    experts = {number: config.num_moe_experts if number >= arch.dense_layers else None for number in numbers}
-    kinds = {count: _layer_spec(arch, backend, config, count) for count in {*experts.values()}}
+    experts = [config.num_moe_experts if pattern == 1 or pattern[n] else None for n in numbers]
+    kinds = {count: _layer_spec(backend, config, count, arch) for count in {*experts}}
     norm: type[torch.nn.Module] = RMSNorm
     if backend.layers == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
 
         norm = TENorm
-    return TransformerBlockSubmodules(layer_specs=[kinds[experts[n]] for n in numbers], layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=[kinds[count] for count in experts], layer_norm=norm)
 
 
 def _layer_spec(
-    arch: Architecture, backend: Backend, config: TransformerConfig, num_experts: int | None
+    backend: Backend, config: TransformerConfig, num_experts: int | None, arch: Architecture | None
 ) -> ModuleSpec:
-    latent = arch.latent is not None
+    latent = config.multi_latent_attention
     both = {"num_experts": num_experts, "qk_layernorm": config.qk_layernorm, "multi_latent_attention": latent}
     if backend.layers == "transformer_engine":
         from megatron_fspo.mcore.model.te_attention import SharingAttention
@@ -238,7 +239,7 @@ def _layer_spec(
             vars(moe_utils).setdefault("te_general_gemm", None)
         attention = layer.submodules.self_attention.submodules
         if latent:
-            attention.q_layernorm = RMSNorm if arch.q_rank else IdentityOp
+            attention.q_layernorm = RMSNorm if config.q_lora_rank else IdentityOp
             attention.kv_layernorm = RMSNorm
             # As with Transformer Engine. Sharded, they would lose part of the rotated key's gradient.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
@@ -249,8 +250,8 @@ def _layer_spec(
     if latent:
         layer.submodules.self_attention.module = LatentSelfAttention
     for place in ("self_attn_bda", "mlp_bda"):
-        normed = has_parameter(arch, f"{place}.norm.weight")
-        if normed or arch.residual_scale != 1:
-            how = {"config": config, "scale": arch.residual_scale, "normed": normed}
+        normed = arch is not None and has_parameter(arch, f"{place}.norm.weight")
+        if (scale := arch.residual_scale if arch else 1.0) != 1 or normed:
+            how = {"config": config, "scale": scale, "normed": normed}
             setattr(layer.submodules, place, ModuleSpec(module=ResidualAdd, params=how))
     return layer
