@@ -81,6 +81,12 @@ def test_a_published_config_is_read_as_what_it_is(tmp_path: Path, model: str) ->
     assert found.fp8_block == expected.fp8_block  # not compared otherwise
 
 
+def test_kimi_k2_is_a_larger_deepseek_v3(tmp_path: Path) -> None:
+    write(tmp_path, "DeepSeek-V3", model_type="kimi_k2", n_routed_experts=384, n_group=1, topk_group=1)
+    arch = read_architecture(tmp_path)
+    assert (arch.model_type, arch.num_experts) == ("deepseek_v3", 384)
+
+
 YARN = CONFIGS["DeepSeek-V3"]["rope_scaling"]
 # Model, a key's value that changes what it computes (... where it is missing), and the key that is named.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
