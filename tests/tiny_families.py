@@ -28,19 +28,15 @@ _SIZES = {
 def write(family: str, folder: Path, **changes: Any) -> Path:
     """A float32 checkpoint of random weights: first layers dense where the family has such, a window that is
     shorter than the responses, and biases of routers that decide."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model_type, tied, own = families._OWN[family]
-    sizes = {**families._SIZES, "rope_parameters": families._ROPE, **own, **_SIZES}
-    if "q_lora_rank" in sizes:
+    sizes = {**_SIZES, "initializer_range": 0.15}
+    if family in ("deepseek_v3", "moonlight"):
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
-    if "sliding_window" in sizes:
+    if family == "mistral":
         sizes["sliding_window"] = 12
     torch.manual_seed(len(family))
-    config = AutoConfig.for_model(
-        model_type, tie_word_embeddings=tied, initializer_range=0.15, **{**sizes, **changes}
-    )
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(families.config(family, **sizes, **changes))
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):

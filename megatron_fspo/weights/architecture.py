@@ -220,9 +220,8 @@ class Architecture:
         if self.latent is None:
             return self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
         query = self.q_rank * (self.hidden_size + self.q_size) or self.hidden_size * self.q_size
-        return (
-            query + self.hidden_size * (self.kv_down_size + self.value_size) + self.kv_rank * self.kv_up_size
-        )
+        pair = self.hidden_size * self.kv_down_size + self.kv_rank * self.kv_up_size
+        return query + pair + self.hidden_size * self.value_size
 
     @property
     def layer_size(self) -> int:

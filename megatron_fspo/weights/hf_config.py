@@ -7,7 +7,7 @@ it differently from transformers (other biases, other kinds of RoPE, layers that
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,8 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
         tied=config.required("tie_word_embeddings", bool),
         rms_norm_eps=config.positive("rms_norm_eps", config.optional("rms_norm_eps")),
         rope_theta=_rope_theta(config),
-        rope_factor=_rope_factor(config),
-        yarn=_yarn(config, family),
+        rope_factor=_rope_factor(config, family),
+        yarn=_yarn(config),
         rotary_share=_rotary_share(config, family),
         rotary_interleaved=family == "glm4",
         window=config.size("sliding_window") if _has_window(config, family) else None,
@@ -255,9 +255,24 @@ def _sigmoid_experts(config: _Config, experts: Experts) -> Experts:
     )
 
 
+def _rope(config: _Config) -> tuple[str, dict[str, Any]]:
+    """Return ``rope_parameters`` (transformers 5) and ``rope_scaling`` (4) as one, and the last key given."""
+    rope: dict[str, Any] = {}
+    where = "rope_parameters"
+    for key in ("rope_parameters", "rope_scaling"):
+        given = config.optional(key) or {}
+        if not isinstance(given, Mapping):
+            raise config.error(key, f"is {given!r}; it must be an object")
+        where = key if given else where
+        for name, value in given.items():
+            name = "rope_type" if name == "type" else name
+            if rope.setdefault(name, value) != value:
+                raise config.error(key, f"has {name} {value!r:.50}, and elsewhere it is {rope[name]!r:.50}")
+    return where, {"rope_type": "default"} | rope
+
+
 def _rope_theta(config: _Config) -> float:
-    """Read theta from ``rope_parameters`` (transformers 5), ``rope_theta`` or ``rope_scaling`` (4)."""
-    thetas = [config.optional("rope_theta"), *(rope.get("rope_theta") for _, rope in _ropes(config))]
+    thetas = [config.optional("rope_theta"), _rope(config)[1].get("rope_theta")]
     given = [config.positive("rope_theta", theta) for theta in thetas if theta is not None]
     if not given:
         raise config.error("rope_theta", "is missing at the top level and in rope_parameters")
@@ -268,50 +283,39 @@ def _rope_theta(config: _Config) -> float:
     return given[0]
 
 
-def _ropes(config: _Config) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = config.optional(key) or {}
-        if not isinstance(rope, Mapping):
-            raise config.error(key, f"is {rope!r}; it must be an object")
-        yield key, rope
+def _rope_factor(config: _Config, family: str) -> float | None:
+    """Read the factor of Llama 3's scaled RoPE, None without; refuse kinds that the family may not have."""
+    key, rope = _rope(config)
+    legal = ("default", "yarn" if family == "deepseek_v3" else "llama3")
+    if rope["rope_type"] not in legal:
+        raise config.error(
+            key, f"has rope_type {rope['rope_type']!r}; {family} may have {' or '.join(legal)}"
+        )
+    if rope["rope_type"] != "llama3":
+        return None
+    for name, value in _LLAMA3_ROPE.items():
+        if rope.get(name) != value:
+            raise config.error(key, f"has {name} {rope.get(name)!r}; only {value} is supported")
+    return config.positive(f"{key}.factor", rope.get("factor"))
 
 
-def _rope_factor(config: _Config) -> float | None:
-    """Read the factor of scaled RoPE; None if RoPE is not scaled."""
-    factors: set[float] = set()
-    for key, rope in _ropes(config):
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind == "llama3":
-            for name, value in _LLAMA3_ROPE.items():
-                if rope.get(name) != value:
-                    raise config.error(key, f"has {name} {rope.get(name)!r}; only {value} is supported")
-            factors.add(config.positive(f"{key}.factor", rope.get("factor")))
-        elif kind not in ("default", "yarn"):
-            raise config.error(key, f"has rope_type {kind!r}; only 'default' and 'llama3' are supported")
-    if len(factors) > 1:
-        raise config.error("rope_scaling", f"and rope_parameters have different factors: {factors}")
-    return factors.pop() if factors else None
-
-
-def _yarn(config: _Config, family: str) -> Yarn | None:
-    for key, rope in _ropes(config):
-        if rope.get("rope_type", rope.get("type")) == "yarn":
-            if family != "deepseek_v3":
-                raise config.error(key, "has rope_type 'yarn', which only DeepSeek-V3's models may have")
-            if rope.get("attention_factor") is not None or rope.get("truncate") is False:
-                raise config.error(key, "has attention_factor or truncate, which is not supported")
-            longest = "original_max_position_embeddings"
-            names = (longest, "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-            values = {name: config.positive(f"{key}.{name}", rope.get(name)) for name in names}
-            numbers = {longest: int(values.pop(longest)), "rotary_scaling_factor": values.pop("factor")}
-            return Yarn(**numbers, **values)  # type: ignore[arg-type]
-    return None
+def _yarn(config: _Config) -> Yarn | None:
+    key, rope = _rope(config)
+    if rope["rope_type"] != "yarn":
+        return None
+    if rope.get("attention_factor") is not None or rope.get("truncate") is False:
+        raise config.error(key, "has attention_factor or truncate, which is not supported")
+    longest = "original_max_position_embeddings"
+    names = (longest, "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    values = {name: config.positive(f"{key}.{name}", rope.get(name)) for name in names}
+    numbers = {longest: int(values.pop(longest)), "rotary_scaling_factor": values.pop("factor")}
+    return Yarn(**numbers, **values)  # type: ignore[arg-type]
 
 
 def _rotary_share(config: _Config, family: str) -> float:
     """Read partial_rotary_factor (transformers 4 at the top level, 5 in ``rope_parameters``)."""
     key = "partial_rotary_factor"
-    shares = [config.optional(key), *(rope.get(key) for _, rope in _ropes(config))]
+    shares = [config.optional(key), _rope(config)[1].get(key)]
     given = [config.positive(key, share) for share in shares if share is not None]
     if len({*given}) > 1 or any(share > 1 for share in given):
         raise config.error(key, f"is {given}; it must be one number up to 1")

@@ -16,6 +16,7 @@ VOCAB = 1237  # a prime: every tensor-parallel size pads
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "granite", "glm4")
 EXPERTS = ("moe_normalised", "moe_raw", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight")
 FAMILIES = (*DENSE, *EXPERTS)
+FEWER = ("mistral", "phi3", "granite", "qwen2_moe", "glm4_moe", "moonlight")
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -163,7 +164,13 @@ CHECKPOINT_LAYOUTS = {
 
 
 def fits(family: str, parallel: Parallel) -> bool:
-    """Whether the family can be spread like this."""
+    """Whether the family can be spread like this. What others have shown of further tensor-parallel layouts,
+    most families do not show again."""
+    further = parallel.tensor == 4 or (
+        parallel.tensor == 2 and (parallel.expert > 1 or not parallel.sequence)
+    )
+    if further and family in FEWER:
+        return False
     if family in DENSE:
         return parallel.expert == 1
     return parallel.tensor == 1 or parallel.sequence
@@ -178,12 +185,14 @@ def sequences() -> list[list[int]]:
     ]
 
 
-def config(family: str) -> Any:
-    """transformers' configuration of the family's little model."""
+def config(family: str, **changes: Any) -> Any:
+    """transformers' configuration of the family's little model, or with changed sizes."""
     from transformers import AutoConfig
 
     model_type, tied, own = _OWN[family]
-    sizes = copy.deepcopy({**_SIZES, "rope_parameters": _ROPE, **own})  # transformers writes into it
+    sizes = copy.deepcopy(
+        {**_SIZES, "rope_parameters": _ROPE, **own, **changes}
+    )  # transformers writes into it
     return AutoConfig.for_model(model_type, tie_word_embeddings=tied, **sizes)
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from megatron_fspo.config import Parallel
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.machine.sizes import check_parallel, check_world
+from megatron_fspo.mcore.model.model import transformer_config
 from megatron_fspo.verify.cases import SMALL as DENSE
 from megatron_fspo.weights import Experts
 
@@ -48,3 +52,10 @@ def test_what_fits() -> None:
     raw = replace(TWO_OF_8, per_token=1, normalize_top_k=False)
     check_parallel(replace(MOE, experts=raw), Parallel())
     check_world(Parallel(tensor=2, context=2, pipeline=2, expert=8), 16)
+
+
+def test_a_window_with_rings_of_transformer_engine_is_refused_before_a_model_is_built() -> None:
+    backend: Any = SimpleNamespace(layers="transformer_engine")
+    arch = replace(DENSE, model_type="mistral", window=8)
+    with pytest.raises(InputError, match=r"^parallel\.context = 2: "):
+        transformer_config(arch, backend, parallel=Parallel(context=2), dtype=torch.float32)

@@ -56,6 +56,7 @@ class Workers:
         self._end = threading.Event()
         self._engine = threading.Lock()  # vLLM's does one thing after the other
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._http.daemon_threads = False  # one in a broadcast would abort an ending interpreter
         self.url = f"http://127.0.0.1:{self._http.server_port}"
 
     def __enter__(self) -> Workers:

@@ -88,6 +88,10 @@ def test_kimi_k2_is_a_larger_deepseek_v3(tmp_path: Path) -> None:
 
 
 YARN = CONFIGS["DeepSeek-V3"]["rope_scaling"]
+LLAMA3 = {
+    "type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
 # Model, a key's value that changes what it computes (... where it is missing), and the key that is named.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *(
@@ -109,12 +113,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         ("DeepSeek-V3", {"rope_scaling": YARN | change}, key)
         for change, key in [
             ({"type": "longrope"}, "rope_scaling"),
+            (LLAMA3, "rope_scaling"),
             ({"attention_factor": 1.0}, "rope_scaling"),
             ({"truncate": False}, "rope_scaling"),
             ({"mscale": None}, "rope_scaling.mscale"),
             ({"original_max_position_embeddings": None}, "rope_scaling.original_max_position_embeddings"),
         ]
     ),
+    ("DeepSeek-V3", {"rope_parameters": YARN | {"factor": 8}}, "rope_scaling"),
     *((model, {"rope_scaling": YARN}, "rope_scaling") for model in ("Mistral-7B-v0.1", "GLM-4.5-Air")),
     *(("Phi-4", {"rope_scaling": {"type": kind}}, "rope_scaling") for kind in ("longrope", "su", "dynamic")),
     *(("Phi-4", {"partial_rotary_factor": share}, "partial_rotary_factor") for share in (0, 1.5, "1")),

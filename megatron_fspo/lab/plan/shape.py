@@ -184,7 +184,6 @@ def _position(row: Row, layers: Layers) -> tuple[int, str]:
     """Return the sort key of a row in a layer: module, then (as Transformer Engine) norm, weight, bias."""
     name = _name(row, layers).partition("{layer}.")[2]
     module = next(i for i, known in enumerate(_ORDER) if name.startswith(known))
-    kind = (
-        "2" if name.endswith("bias") else "0" if name.endswith(("layer_norm_weight", "gate_weight")) else "1"
-    )
+    first = name.endswith(("layer_norm_weight", "gate_weight"))
+    kind = "2" if name.endswith("bias") else "0" if first else "1"
     return module, kind

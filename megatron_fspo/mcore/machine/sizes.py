@@ -44,8 +44,7 @@ def check_parallel(arch: Architecture, parallel: Parallel) -> None:
             f"parallel.pipeline = {parallel.pipeline}: the first stage would have none of the layers with "
             f"experts, which begin at {arch.dense_layers}"
         )
-    sigmoid = arch.experts is not None and arch.experts.sigmoid
-    if arch.experts and arch.experts.per_token == 1 and arch.experts.normalize_top_k and not sigmoid:
+    if (one := arch.experts) and one.per_token == 1 and one.normalize_top_k and not one.sigmoid:
         problems.append("Megatron has no router for num_experts_per_tok = 1 with norm_topk_prob = true")
     if problems:
         raise InputErrors(problems)

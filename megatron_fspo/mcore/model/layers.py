@@ -224,12 +224,9 @@ def _layer_spec(
         layer.submodules.pre_mlp_layernorm = RMSNorm
         if latent:
             layer.submodules.sharded_state_dict_keys_map = {
-                f"{norm}_layernorm.": f"{linear}.layer_norm_"
-                for norm, linear in (
-                    ("self_attention.q", "self_attention.linear_q_up_proj"),
-                    ("self_attention.kv", "self_attention.linear_kv_up_proj"),
-                    ("pre_mlp", "mlp.linear_fc1"),
-                )
+                "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+                "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
             }
         if num_experts:
             # Checkpoints name norms as in Transformer Engine, which fuses this one into an MLP but not into

@@ -23,6 +23,7 @@ from torch.nn import Module
 
 from megatron_fspo.config import Parallel
 from megatron_fspo.config.fp8 import BF16, FP8
+from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.machine.backend import Backend
 from megatron_fspo.mcore.machine.sizes import padded_vocab_size
 from megatron_fspo.mcore.model.layers import block_spec
@@ -41,6 +42,8 @@ def transformer_config(
 ) -> TransformerConfig:
     """Build Megatron's configuration of the model."""
     interleaved = parallel.virtual_pipeline > 1
+    if arch.window and parallel.context > 1 and backend.layers == "transformer_engine":
+        raise InputError(f"parallel.context = {parallel.context}: Transformer Engine's rings have no window")
     return (MLATransformerConfig if arch.latent else TransformerConfig)(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,

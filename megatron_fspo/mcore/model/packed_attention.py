@@ -102,8 +102,7 @@ def packed_attention(
         return wide[..., :-missing]
     # At least as long as any token's sequence.
     longest = max(b - a for a, b in pairwise(borders)) + max((p.end - p.start for p in prefixes), default=0)
-    narrow = window is not None and window < longest
-    if narrow or (query.device.type != "cpu" and query.element_size() > 2):
+    if (window and window < longest) or (query.device.type != "cpu" and query.element_size() > 2):
         return masked(query, key, value, make_parts(borders, prefixes), scale, window)
     calls = make_calls(tuple(borders), tuple(prefixes), query.device)
     out: Tensor = Merged.apply(query, key, value, calls, scale)  # type: ignore[no-untyped-call]
