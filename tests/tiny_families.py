@@ -36,7 +36,7 @@ def write(family: str, folder: Path, **changes: Any) -> Path:
     if family == "mistral":
         sizes["sliding_window"] = 12
     torch.manual_seed(len(family))
-    model = AutoModelForCausalLM.from_config(families.config(family, **sizes, **changes))
+    model = AutoModelForCausalLM.from_config(families.config(family, **sizes | changes))
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
