@@ -1,5 +1,5 @@
-"""Routes of a mixture of experts against those of transformers: from a prefix cache, of requests that lost
-their memory, and after an update."""
+"""Routes of mixtures of experts against those of transformers: from a prefix cache, of requests that lost
+their memory, and after an update; of one whose first layer is dense, and whose sigmoid router has a bias."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM
 
 from launch import REPO
 from megatron_fspo.config import VLLM
@@ -23,11 +23,15 @@ from megatron_fspo.types import Completion, Prompt, Routing, SamplingParams
 from real_server import sampled, send, weights
 from runs import rows, trained
 from serving import Served, serving
+from test_real_families import pair
 from test_real_runs import words
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.long]
 
-ROUTING = Routing(layers=2, experts=4, per_token=2)
+ROUTINGS = {
+    "qwen3_moe": Routing(layers=2, experts=4, per_token=2),
+    "glm4_moe": Routing(layers=2, experts=8, per_token=2, dense=1),
+}
 SAMPLES = 8
 PROMPTS = [
     Prompt(
@@ -40,10 +44,18 @@ PROMPTS = [
 ]
 
 
+@pytest.fixture(scope="module", params=ROUTINGS)
+def routing(request: pytest.FixtureRequest) -> Routing:
+    """Of a family."""
+    return ROUTINGS[request.param]
+
+
 @pytest.fixture(scope="module")
-def mixtures(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Of the checkpoint, and with other weights."""
+def mixtures(routing: Routing, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two of the family, with other weights."""
     folder = tmp_path_factory.mktemp("mixtures")
+    if routing.dense:
+        return pair("glm4_moe", folder)
     make = runpy.run_path(str(REPO / "examples/make_sum/make_experts.py"))["main"]
     for name in ("one", "two"):
         make(folder / name, checkpoint)
@@ -67,15 +79,18 @@ def server(mixtures: list[Path], tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @torch.no_grad()
-def routes_of(checkpoint: Path, completions: list[Completion]) -> list[Tensor]:
-    """By transformers: [P + L - 1, layers, k], experts in ascending order."""
-    model = Qwen3MoeForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+def routes_of(checkpoint: Path, completions: list[Completion], dense: int) -> list[Tensor]:
+    """By transformers: [P + L - 1, layers, k], experts in ascending order; 0 in dense layers."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    chosen: list[Tensor] = []
+    for layer in model.model.layers[dense:]:
+        layer.mlp.gate.register_forward_hook(lambda _, given, found: chosen.append(found[-1]))
     routes = []
     for number, completion in enumerate(completions):
-        ids = [*PROMPTS[number // SAMPLES].token_ids, *completion.token_ids]
-        logits = model(torch.tensor([ids]), output_router_logits=True).router_logits
-        chosen = torch.stack([one.topk(ROUTING.per_token).indices for one in logits], 1)
-        routes.append(chosen[:-1].sort(-1).values)
+        model(torch.tensor([[*PROMPTS[number // SAMPLES].token_ids, *completion.token_ids]]))
+        absent = [torch.zeros_like(chosen[0])] * dense
+        routes.append(torch.stack([*absent, *chosen], 1)[:-1].sort(-1).values)
+        chosen.clear()
     return routes
 
 
@@ -89,19 +104,20 @@ def agreement(completions: list[Completion], want: list[Tensor], faulty=lambda r
     return torch.cat(same).double().mean().item()
 
 
-def test_routes_are_those_of_transformers(server: Served, mixtures: list[Path]) -> None:
+def test_routes_are_those_of_transformers(server: Served, mixtures: list[Path], routing: Routing) -> None:
     one, two = mixtures
     options = VLLM(urls=(server.url,))
     assert asyncio.run(absent_servers(options, Needs(routes=True))) == []
-    params = SamplingParams(n=SAMPLES, max_tokens=40, seed=5, routing=ROUTING)
+    params = SamplingParams(n=SAMPLES, max_tokens=40, seed=5, routing=routing)
     for version, (new, old) in enumerate([(one, two), (two, one)]):
         if version:
             assert send(server.url, weights(new).items(), version) is None
+        assert server.routes.proof(old)[0] is False is not server.routes.proof(new)[0]
         completions = sampled(server.url, PROMPTS, params)
         assert {c.weight_version for c in completions} == {version}
-        want = routes_of(new, completions)
+        want = routes_of(new, completions, routing.dense)
         assert agreement(completions, want) > 0.999
-        assert agreement(completions, routes_of(old, completions)) < 0.9
+        assert agreement(completions, routes_of(old, completions, routing.dense)) < 0.9
         # The same measure sees what no check of an answer can.
         assert agreement(completions, want, partial(torch.roll, shifts=1, dims=0)) < 0.9
         assert agreement(completions, want, partial(torch.flip, dims=(1,))) < 0.9
@@ -117,4 +133,5 @@ def test_a_run_gets_the_routes_of_all_responses(server: Served, mixtures: list[P
         if row["step"]:
             assert row["rollout/route_fallback"] == 0 and row["actor/grad_norm"] > 0
             assert row["rollout/route_flips"] < 1e-3 and row["fspo/on_policy_abs_s_max"] == 0
+            assert row["rollout/logprob_abs_diff/max"] <= 1e-4
             assert 0 < row["rollout/canary_abs_diff"] <= 1e-4
