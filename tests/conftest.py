@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
+import tiny_families
 from cores import summed_up
 
 # How long an example takes says how loaded the machine is.
@@ -71,27 +72,18 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 37,
-    "hidden_size": 48,
-    "intermediate_size": 112,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 20,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.15,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-}
-_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_SIZES = {
+    "vocab_size": 37, "hidden_size": 48, "intermediate_size": 112, "num_attention_heads": 4, "head_dim": 20,
+    "num_key_value_heads": 2, "moe_intermediate_size": 24, "max_position_embeddings": 128,
+}  # fmt: skip
 
 
-def _write(folder: Path, seed: int, model_type: str, **more: Any) -> Path:
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _write(folder: Path, seed: int, family: str, **more: Any) -> Path:
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **_SIZES, **more)).float()
+    config = tiny_families.config(family, _SIZES, initializer_range=0.15, **more)
+    model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "norm" in key:
@@ -115,8 +107,6 @@ def moe_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
     """The same of Qwen3-MoE: weights of a token's experts normalised, and, with a tied head, not."""
     folder = tmp_path_factory.mktemp("experts")
     return {
-        name: _write(
-            folder / name, 1, "qwen3_moe", tie_word_embeddings=raw, norm_topk_prob=not raw, **_EXPERTS
-        )
-        for name, raw in (("moe", False), ("moe_raw", True))
+        name: _write(folder / name, 1, family)
+        for name, family in (("moe", "qwen3_moe"), ("moe_raw", "moe_raw"))
     }

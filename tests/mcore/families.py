@@ -2,121 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from backend import ENGINE, fitting, supported
 from megatron_fspo.config import Parallel
+from tiny_families import VOCAB, biases, config
 
-VOCAB = 1237  # a prime: every tensor-parallel size pads
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "granite", "glm4")
-EXPERTS = ("moe_normalised", "moe_raw", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight")
+EXPERTS = ("qwen3_moe", "moe_raw", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight")
 FAMILIES = (*DENSE, *EXPERTS)
 FEWER = ("mistral", "phi3", "granite", "qwen2_moe", "glm4_moe", "moonlight")
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 512,
-}
-_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
-# With 16 dimensions a head, the longest of 8 wavelengths is beyond 8192 tokens, the next from 2048 to 8192.
-_LLAMA3 = {
-    **_ROPE,
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 16}
-_SIGMOID = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 40,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 1.5,
-    "norm_topk_prob": True,
-    "num_nextn_predict_layers": 0,
-}
-_LATENT = {
-    **_SIGMOID,
-    "num_experts_per_tok": 4,
-    "n_group": 4,
-    "topk_group": 2,
-    "num_key_value_heads": 8,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-}
-_YARN = {
-    **_ROPE,
-    "rope_type": "yarn",
-    "factor": 40.0,
-    "original_max_position_embeddings": 64,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.7,
-}
-# Family → transformers' name of it, whether the head is the embedding, and sizes of its own.
-_OWN: dict[str, tuple[str, bool, dict[str, Any]]] = {
-    "llama": ("llama", False, {"head_dim": 16, "rope_parameters": _LLAMA3}),
-    "qwen2": ("qwen2", False, {}),
-    "qwen3": ("qwen3", True, {"head_dim": 20}),
-    "moe_normalised": ("qwen3_moe", False, {**_MOE, "norm_topk_prob": True}),
-    "mixtral": ("mixtral", False, {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}),
-    "moe_raw": ("qwen3_moe", True, {**_MOE, "norm_topk_prob": False}),
-    "mistral": ("mistral", False, {"head_dim": 16, "sliding_window": 40}),
-    "phi3": ("phi3", False, {"pad_token_id": 0, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}}),
-    "granite": (
-        "granite",
-        True,
-        {
-            "embedding_multiplier": 12.0,
-            "residual_multiplier": 0.22,
-            "attention_multiplier": 0.25,
-            "logits_scaling": 8.0,
-        },
-    ),
-    "glm4": (
-        "glm4",
-        False,
-        {
-            "head_dim": 16,
-            "pad_token_id": 0,
-            "attention_bias": True,
-            "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
-        },
-    ),
-    "deepseek_v3": ("deepseek_v3", False, {**_LATENT, "rope_parameters": _YARN}),
-    "moonlight": ("deepseek_v3", False, {**_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
-    "qwen2_moe": ("qwen2_moe", False, {**_MOE, "shared_expert_intermediate_size": 48}),
-    "glm4_moe": (
-        "glm4_moe",
-        False,
-        {
-            **_SIGMOID,
-            "n_group": 1,
-            "topk_group": 1,
-            "attention_bias": True,
-            "use_qk_norm": True,
-            "head_dim": 16,
-            "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
-        },
-    ),
-}
 
 # World size → name → layout; `fits` says which families.
 LAYOUTS = fitting(
@@ -185,17 +83,6 @@ def sequences() -> list[list[int]]:
     ]
 
 
-def config(family: str, **changes: Any) -> Any:
-    """transformers' configuration of the family's little model, or with changed sizes."""
-    from transformers import AutoConfig
-
-    model_type, tied, own = _OWN[family]
-    sizes = copy.deepcopy(
-        {**_SIZES, "rope_parameters": _ROPE, **own, **changes}
-    )  # transformers writes into it
-    return AutoConfig.for_model(model_type, tie_word_embeddings=tied, **sizes)
-
-
 def write_checkpoint(family: str, folder: Path) -> None:
     """A float32 checkpoint in transformers' own format, all weights random: norms and biases, too."""
     from transformers import AutoModelForCausalLM
@@ -203,8 +90,7 @@ def write_checkpoint(family: str, folder: Path) -> None:
     model = AutoModelForCausalLM.from_config(config(family))
     generator = torch.Generator().manual_seed(len(family))
     with torch.no_grad():
-        biases = [buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
-        for parameter in (*model.parameters(), *biases):
+        for parameter in (*model.parameters(), *biases(model)):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
             if parameter.dim() == 1:
                 parameter.add_(1.0)

@@ -19,7 +19,6 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import shared_experts
 from patching import Patch, wrap
 
-from families import config
 from megatron_fspo.mcore.machine.backend import choose_backend
 from megatron_fspo.mcore.machine.startup import join, start, stop
 from megatron_fspo.mcore.model import layers
@@ -29,6 +28,7 @@ from megatron_fspo.verify.layouts import choose_model, parse_layout
 from megatron_fspo.verify.production import build
 from megatron_fspo.verify.run import check_cases, references
 from megatron_fspo.weights import Architecture, read_architecture
+from tiny_families import config
 
 BACKEND = choose_backend("cpu")
 LAYOUTS = {

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import tiny_families
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights import (
     HFReader,
@@ -34,41 +35,14 @@ from megatron_fspo.weights import (
 from megatron_fspo.weights.hf_config import SUPPORTED
 
 FAMILIES = SUPPORTED
-LAYERS, HIDDEN, FFN, HEAD_DIM, VOCAB = 2, 20, 24, 6, 1237
+LAYERS, HIDDEN, FFN, HEAD_DIM, VOCAB = 2, 20, 24, 6, tiny_families.VOCAB
 EXPERTS = 3
-_SIGMOID = {
-    "n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "n_shared_experts": 1,
-    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
-}  # fmt: skip
-_OWN: dict[str, dict] = {
-    "llama": {
-        "hidden_size": 32,
-        "rope_parameters": {
-            "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-        },
-        "max_position_embeddings": 16_384,
-    },
-    "qwen2": {"hidden_size": 32},
-    "qwen3": {"hidden_size": HIDDEN, "head_dim": HEAD_DIM, "max_position_embeddings": 128},
-    "qwen3_moe": {
-        "hidden_size": 20, "head_dim": 6, "num_experts": EXPERTS, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 10, "norm_topk_prob": True,
-    },
-    "mixtral": {"hidden_size": 32, "num_local_experts": EXPERTS, "num_experts_per_tok": 2},
-    "mistral": {"hidden_size": 32, "sliding_window": 16},
-    "phi3": {"hidden_size": 32, "pad_token_id": 0},
-    "granite": {"hidden_size": 32, "residual_multiplier": 0.5},
-    "glm4": {"hidden_size": 32, "head_dim": 8, "pad_token_id": 0},
-    "qwen2_moe": {
-        "hidden_size": 32, "num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 10,
-        "shared_expert_intermediate_size": 12,
-    },
-    "glm4_moe": {**_SIGMOID, "hidden_size": 32, "head_dim": 8, "attention_bias": True, "use_qk_norm": True},
-    "deepseek_v3": {
-        **_SIGMOID, "hidden_size": 32, "q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 6,
-        "qk_rope_head_dim": 4, "v_head_dim": 8,
-    },
+SIZES = {
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), EXPERTS),
+    "hidden_size": 32, "intermediate_size": FFN, "num_hidden_layers": LAYERS, "head_dim": 8, "n_group": 1,
+    "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 10,
+    "shared_expert_intermediate_size": 12, "q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4, "v_head_dim": 8, "max_position_embeddings": 128,
 }  # fmt: skip
 
 
@@ -83,18 +57,16 @@ def save_model(
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
     """A checkpoint as transformers 5 saves it, with a tokenizer; every weight and bias random."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.for_model(
-        family, vocab_size=VOCAB, intermediate_size=24, num_hidden_layers=2, num_attention_heads=heads,
-        num_key_value_heads=heads if family == "deepseek_v3" else kv_heads, tie_word_embeddings=tied,
-        **_OWN[family],
-    )  # fmt: skip
+    narrow = {"hidden_size": HIDDEN, "head_dim": HEAD_DIM} if family.startswith("qwen3") else {}
+    sizes = {**SIZES, **narrow, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     torch.manual_seed(heads + kv_heads + tied)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(
+        tiny_families.config(family, sizes, tie_word_embeddings=tied), dtype=dtype
+    )
     with torch.no_grad():
-        biases = [buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
-        for parameter in (*model.parameters(), *biases):
+        for parameter in (*model.parameters(), *tiny_families.biases(model)):
             parameter.normal_()
             parameter.flatten()[0] = -0.0
             parameter.flatten()[1] = 3e-40  # subnormal, and in half precision nothing
@@ -208,7 +180,7 @@ def megatron_shapes(
 
 
 def latent_shapes(tp: int, padded: int) -> dict[str, tuple[int, ...]]:
-    """The same of the DeepSeek-V3 of :data:`_OWN` with 4 heads; layer 0 is dense, layer 1 has experts."""
+    """The same of the DeepSeek-V3 of :data:`SIZES` with 4 heads; layer 0 is dense, layer 1 has experts."""
     shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (padded // tp, 32)}
     for layer in range(LAYERS):
         at = f"decoder.layers.{layer}."
