@@ -27,7 +27,7 @@ from machine import ROOT, environment, options_of
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.lab.plan.plan import Given, make_plan
 from megatron_fspo.lab.plan.presets import PRESETS
-from megatron_fspo.record.log import METRICS, read_rows
+from megatron_fspo.record.rows import METRICS, read_rows
 from megatron_fspo.types import Completion, Prompt
 from megatron_fspo.weights import Architecture, expected_hf_shapes
 

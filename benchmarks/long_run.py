@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import ROOT, cpu, environment, markdown, options_of
-from megatron_fspo.record.log import METRICS, SEQUENCES, read_rows
+from megatron_fspo.record.rows import METRICS, SEQUENCES, read_rows
 
 RECORDS = 1024
 """Sequences of a step, as ``log.sequences`` keeps them by default."""

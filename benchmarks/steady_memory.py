@@ -21,7 +21,7 @@ import psutil
 
 from long_responses import FORMS, write_prompts
 from machine import ROOT, cpu, environment, markdown, options_of
-from megatron_fspo.record.log import METRICS, read_rows
+from megatron_fspo.record.rows import METRICS, read_rows
 
 QUARTERS = 4
 

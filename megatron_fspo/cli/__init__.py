@@ -12,9 +12,37 @@ import os
 import select
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from megatron_fspo.cli import doctor
 from megatron_fspo.cli.console import OneLineParser, exit_status, quiet_megatron
+
+COMMANDS = {
+    "init": ("init", "create a folder for a new task"),
+    "train": ("train", "train a policy"),
+    "plan": ("lab", "estimate memory and time of a run"),
+    "verify": ("checks", "check the gradient of parallel layouts"),
+    "calibrate": ("lab", "measure how much of S is noise"),
+    "evaluate": ("evaluate", "measure the accuracy of a checkpoint"),
+    "explain": ("lab", "compare what losses clip in a dump of responses"),
+    "sweep": ("lab", "run several arms and seeds, and compare them"),
+    "data check": ("checks", "row counts, duplicates, lengths, errors"),
+    "convert hf-to-megatron": (
+        "convert",
+        "convert a Hugging Face checkpoint to a Megatron distributed checkpoint",
+    ),
+    "convert megatron-to-hf": (
+        "convert",
+        "convert a Megatron distributed checkpoint to a Hugging Face checkpoint",
+    ),
+    "convert verify": ("verify_checkpoint", "compare two checkpoints bit by bit"),
+    "serve": ("tools", "run vLLM servers for rollouts"),
+    "status": ("tools", "show what a run is doing, rank by rank"),
+    "report": ("lab", "write the report of a run, or of several compared"),
+    "doctor": ("tools", "show what is installed, what a run would use, and what is missing"),
+}
+"""Command → its module in this package, and its line in the list of commands."""
+_GROUPS = {"data": "check data files", "convert": "convert or compare Hugging Face and Megatron checkpoints"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(words: list[str]) -> int:
     quiet_megatron()
-    parser = make_parser()
+    parser = make_parser(words)
     args, rest = parser.parse_known_args(words)
     args.argv = words
     # `verify` accepts configuration keys only with --config.
@@ -54,31 +82,24 @@ def _main(words: list[str]) -> int:
     return int(args.run(args, rest))
 
 
-def make_parser() -> OneLineParser:
-    """Return the parser of the whole command line; its result has the command's function as ``run``."""
+def make_parser(words: Sequence[str] | None = None) -> OneLineParser:
+    """Return the parser of the whole command line; its result has the command's function as ``run``. With
+    ``words``, only the module of their command is imported; the parsers of the others have no arguments."""
     from megatron_fspo import __version__
-    from megatron_fspo.cli import convert, evaluate, init, lab, tools, train, verify_checkpoint
 
     parser = OneLineParser(prog="megatron-fspo", description="FSPO for LLMs on Megatron-Core.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in (
-        init.init,
-        train.train,
-        lab.plan,
-        tools.verify,
-        lab.calibrate,
-        evaluate.evaluate,
-        lab.explain,
-        lab.sweep,
-    ):
-        command.add_to(commands)
-    data = commands.add_parser("data", help="check data files")
-    tools.check.add_to(data.add_subparsers(dest="action", required=True))
-    between = commands.add_parser("convert", help="convert or compare Hugging Face and Megatron checkpoints")
-    actions = between.add_subparsers(dest="action", required=True)
-    for action in (convert.hf_to_megatron, convert.megatron_to_hf, verify_checkpoint.verify):
-        action.add_to(actions)
-    for command in (tools.serve, tools.status, lab.report, tools.doctor):
-        command.add_to(commands)
+    groups = {"": commands}
+    for words_of, (module, text) in COMMANDS.items():
+        group, _, name = words_of.rpartition(" ")
+        if group not in groups:
+            groups[group] = commands.add_parser(group, help=_GROUPS[group]).add_subparsers(
+                dest="action", required=True
+            )
+        if words is None or words[: len(words_of.split())] == words_of.split():
+            command = getattr(import_module(f"megatron_fspo.cli.{module}"), name.replace("-", "_"))
+            command.add_to(groups[group], text)
+        else:
+            groups[group].add_parser(name, help=text)
     return parser

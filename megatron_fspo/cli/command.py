@@ -24,10 +24,8 @@ SHUTDOWN_SECONDS = "1800"
 
 @dataclass(frozen=True)
 class Command:
-    """A row in the table of commands."""
+    """A command: its arguments and its function."""
 
-    text: str
-    """Its line in the list of commands."""
     arguments: tuple[Argument, ...]
     keys: bool
     """Whether it accepts overrides of configuration keys."""
@@ -36,11 +34,11 @@ class Command:
     """Gets the arguments and the overrides (``--section.key value``), checks them before slow imports, and
     returns the exit status. Its name is that of the command, its docstring the help."""
 
-    def add_to(self, commands: Commands) -> None:
-        """Add the parser of this command."""
+    def add_to(self, commands: Commands, text: str) -> None:
+        """Add the parser of this command; ``text`` is its line in the list of commands."""
         parser = commands.add_parser(
             self.run.__name__.replace("_", "-"),
-            help=self.text,
+            help=text,
             description=inspect.getdoc(self.run),
             epilog=self.epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -51,11 +49,9 @@ class Command:
             add(parser)
 
 
-def command(
-    text: str, *arguments: Argument, keys: bool = False, epilog: str | None = None
-) -> Callable[[Run], Command]:
+def command(*arguments: Argument, keys: bool = False, epilog: str | None = None) -> Callable[[Run], Command]:
     """Make a function a command; the fields of :class:`Command` say what the arguments are."""
-    return lambda run: Command(text, arguments, keys, epilog, run)
+    return lambda run: Command(arguments, keys, epilog, run)
 
 
 def argument(words: str, text: str, kind: Any = None, default: Any = None, **more: Any) -> Argument:

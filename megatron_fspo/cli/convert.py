@@ -16,7 +16,6 @@ _OUT = argument("out", "output folder; replaces a checkpoint in it", Path)
 
 
 @command(
-    "convert a Hugging Face checkpoint to a Megatron distributed checkpoint",
     argument("source", "folder with config.json and safetensors files", Path),
     _OUT,
     JSON,
@@ -43,7 +42,6 @@ def hf_to_megatron(args: argparse.Namespace, _: list[str]) -> int:
 
 
 @command(
-    "convert a Megatron distributed checkpoint to a Hugging Face checkpoint",
     argument("source", "folder with .metadata or torch_dist/", Path),
     _OUT,
     JSON,

@@ -34,7 +34,6 @@ LONGEST_RESPONSE = 4096
 
 
 @command(
-    "measure the accuracy of a checkpoint",
     config_files("configuration (TOML), which flags override"),
     argument("--model DIR", "checkpoint, Hugging Face or converted to Megatron", Path),
     argument("--data FILE", "prompts, one set per file", Path, nargs="+"),

@@ -26,7 +26,6 @@ _MODEL = "make_sum/checkpoint"
 
 
 @command(
-    "create a folder for a new task",
     argument("folder", "folder to create", Path),
     argument("--from", "example to copy (default: own_task)", default=OWN, dest="example", choices=[*NEXT]),
 )

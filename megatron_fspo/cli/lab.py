@@ -14,7 +14,6 @@ from megatron_fspo.rollout.common import COLOCATED_SHARE
 
 
 @command(
-    "estimate memory and time of a run",
     config_files(required=True),
     argument("--nproc N", "number of training ranks", int, 1),
     argument("--model NAME", "model instead of model.checkpoint: a name such as qwen3-32b, or a config.json"),
@@ -89,7 +88,6 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 @command(
-    "measure how much of S is noise",
     config_files(required=True),
     NPROC,
     argument(
@@ -136,7 +134,6 @@ def calibrate(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 @command(
-    "compare what losses clip in a dump of responses",
     argument("file", "jsonl or parquet file of any trainer, or the folder of a run", Path),
     argument("--step N", "use only rows of this step (default: all)", int),
     argument(
@@ -178,7 +175,6 @@ def _count(word: str) -> int:
 
 
 @command(
-    "run several arms and seeds, and compare them",
     argument("file", "sweep file (TOML): config, folder, seeds, arms", Path),
     argument("--jobs N", "concurrent runs (default: the file's)", _count),
     keys=True,
@@ -209,7 +205,6 @@ def sweep(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 @command(
-    "write the report of a run, or of several compared",
     argument("folder", "the run's folder, such as runs/demo", Path, nargs="?"),
     argument("--compare RUN", "runs to compare on one page", Path, [], nargs="+"),
     argument("--out PATH", "with --compare: folder for index.html, or a file name ending in .html", Path),

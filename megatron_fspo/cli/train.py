@@ -15,7 +15,6 @@ from megatron_fspo.errors import InputErrors, TrainingError
 
 
 @command(
-    "train a policy",
     config_files(required=True),
     NPROC,
     argument(

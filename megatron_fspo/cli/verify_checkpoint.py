@@ -28,7 +28,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @command(
-    "compare two checkpoints bit by bit",
     argument("first A", "checkpoint folder", Path, nargs="?"),
     argument("second B", "second folder (default: the manifest of A)", Path, nargs="?"),
     argument("--logits", "also compare log-probs"),

@@ -7,11 +7,13 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
 from megatron_fspo.job.lock import LOCK, Owner, check_not_held
+
+if TYPE_CHECKING:
+    from megatron_fspo.config import Config
 
 Resume = Literal["no", "newest", "auto"]
 """The values of ``--resume``: start a new run; continue from the newest checkpoint; or continue from the

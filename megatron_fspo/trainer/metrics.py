@@ -28,8 +28,9 @@ from megatron_fspo.mcore.model.router import REPORT
 from megatron_fspo.packing.pack import PackLayout
 from megatron_fspo.parallel.control import Control
 from megatron_fspo.parallel.groups import ParallelGroups, Totals, any_rank, gather_lists, means, pool
-from megatron_fspo.record.log import PHASES, RunLog
+from megatron_fspo.record.log import RunLog
 from megatron_fspo.record.records import as_tensors, clip_metrics, estimate_sigma
+from megatron_fspo.record.rows import PHASES
 from megatron_fspo.trainer.batch import TrainingBatch
 from megatron_fspo.trainer.mismatch import outlier_share
 from megatron_fspo.trainer.optimize import OptimizerStep

@@ -17,8 +17,10 @@ from configs import make_config
 from megatron_fspo.config import Config, Log
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.record import log as log_module
-from megatron_fspo.record.log import RunLog, describe, read_rows, rows_from_end
+from megatron_fspo.record import rows as rows_module
+from megatron_fspo.record.log import RunLog
 from megatron_fspo.record.records import SequenceRecord
+from megatron_fspo.record.rows import describe, read_rows, rows_from_end
 from megatron_fspo.record.trackers import check_trackers
 
 
@@ -310,7 +312,7 @@ def test_a_resume_reads_and_writes_no_more_for_a_long_run(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("block", [1, 7, 40, 1000])
 def test_rows_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(log_module, "_BLOCK", block)
+    monkeypatch.setattr(rows_module, "_BLOCK", block)
     path = tmp_path / "metrics.jsonl"
     for text in ("", '{"step": 1', '{"step": 1}\n', '{"step": 1}\n{"step": 2, "x": 0.5}\n{"step": 3}\n{"st'):
         path.write_text(text)

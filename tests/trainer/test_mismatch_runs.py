@@ -12,7 +12,7 @@ import pytest
 
 from launch import REPO, why
 from megatron_fspo.config.loading import load_config
-from megatron_fspo.record.log import read_rows
+from megatron_fspo.record.rows import read_rows
 from megatron_fspo.trainer.batch import needs_old_pass
 from metrics_page import unknown
 from runs import CONFIG, rows, run

@@ -18,7 +18,8 @@ from megatron_fspo.lab.report.history import History, Series, pooled_lre, read_r
 from megatron_fspo.lab.report.page import write_report
 from megatron_fspo.lab.report.samples import before_after, shortened
 from megatron_fspo.mcore.machine.backend import choose_backend
-from megatron_fspo.record.log import RunLog, read_rows
+from megatron_fspo.record.log import RunLog
+from megatron_fspo.record.rows import read_rows
 from megatron_fspo.trainer import prepare as machine_module
 from megatron_fspo.trainer.prepare import cpu_name, machine
 from report_runs import (

@@ -20,7 +20,7 @@ from megatron_fspo.lab.report.history import History, Records, Series, pooled_lr
 from megatron_fspo.lab.report.samples import accuracy_change, first_and_last_samples
 from megatron_fspo.objective import ClipBand, FSPOBand
 from megatron_fspo.objective.calibration import Exponent, measure_exponent
-from megatron_fspo.record.log import JOBS, PHASES, WARNINGS, read_rows
+from megatron_fspo.record.rows import JOBS, PHASES, WARNINGS, read_rows
 
 ABSENT = "–"
 WINDOW = 5

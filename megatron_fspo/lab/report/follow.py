@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.lab.report.page import render_report
-from megatron_fspo.record.log import METRICS
+from megatron_fspo.record.rows import METRICS
 
 _HOST = "127.0.0.1"
 _SECONDS = 10

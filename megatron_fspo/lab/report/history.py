@@ -24,7 +24,7 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.objective import LengthReweightingError, effective_sample_size, length_reweighting_error
 from megatron_fspo.objective.calibration import FASTEST
 from megatron_fspo.objective.fairness import length_bins
-from megatron_fspo.record.log import METRICS, SEQUENCES, is_accuracy, parse_row, read_rows, rows_from_end
+from megatron_fspo.record.rows import METRICS, SEQUENCES, is_accuracy, parse_row, read_rows, rows_from_end
 
 Array = npt.NDArray[Any]
 _RECORD_BYTES = 32 * 2**20

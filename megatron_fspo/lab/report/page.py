@@ -17,7 +17,7 @@ from megatron_fspo.lab.report.history import History, Records, clip_rates, overa
 from megatron_fspo.lab.report.html import render_page
 from megatron_fspo.lab.report.samples import before_after
 from megatron_fspo.objective import ClipBand
-from megatron_fspo.record.log import ROUTERS, rows_from_end
+from megatron_fspo.record.rows import ROUTERS, rows_from_end
 
 _NEWEST = 100
 """Rows of metrics in which the band that trackers draw is looked for."""

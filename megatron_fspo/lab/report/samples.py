@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_fspo.evaluation.intervals import interval_of_means
 from megatron_fspo.lab.report.history import History
-from megatron_fspo.record.log import SAMPLES, read_rows, rows_from_end
+from megatron_fspo.record.rows import SAMPLES, read_rows, rows_from_end
 
 _MOST, _PARTS = 840, 60
 """Characters shown of a response, with some more for each part of a trajectory, and parts."""

@@ -30,7 +30,7 @@ from megatron_fspo.lab.report.history import (
 )
 from megatron_fspo.lab.report.samples import accuracy_change, first_and_last_samples
 from megatron_fspo.lab.sweep.file import Planned, Sweep, planned
-from megatron_fspo.record.log import is_accuracy
+from megatron_fspo.record.rows import is_accuracy
 
 COLUMNS = {
     "clipped": "clipped",
