@@ -57,10 +57,23 @@ class OneLineParser(argparse.ArgumentParser):
         flags = [word.partition("=")[0] for word in words[: words.index("--") if "--" in words else None]]
         for flag in flags if self._subparsers is None else ():
             if flag.startswith("--") and "." not in flag and flag not in self._option_string_actions:
-                close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-                legal = f"did you mean {close[0]}?" if close else "configuration keys are --section.key value"
+                keys = self._keys_named(flag) if self.get_default("keys") else []
+                close = keys or difflib.get_close_matches(flag, self._option_string_actions, n=1)
+                legal = (
+                    f"did you mean {' or '.join(close)}?"
+                    if close
+                    else "configuration keys are --section.key value"
+                )
                 self.error(f"unexpected argument {flag!r}: {legal}")
         return super().parse_known_args(words, namespace)
+
+    @staticmethod
+    def _keys_named(flag: str) -> list[str]:
+        """Return the flags of configuration keys with this name and any section."""
+        from megatron_fspo.config.loading import legal_keys
+
+        keys = {key for key, *_ in legal_keys() if key.partition(".")[2] == flag[2:].replace("-", "_")}
+        return sorted(f"--{key.replace('_', '-')}" for key in keys)
 
     def error(self, message: str) -> NoReturn:
         say(f"{self.prog}: {message}; see {self.prog} --help")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -40,12 +41,22 @@ def load_config(files: Path | Sequence[Path], overrides: Sequence[str] = ()) -> 
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise InputError(f"{path}: not TOML: {error}") from None
+            raise InputError(f"{path}: {_not_toml(path, error)}") from None
         _lay_over(tree, layer)
         origins |= {f"{section}.{key}": str(path) for section, keys in layer.items()
                     for key in (keys if isinstance(keys, dict) else ())}  # fmt: skip
         origins |= dict.fromkeys(layer, str(path))
     return make_config(tree, overrides, source=" + ".join(map(str, paths)), origins=origins)
+
+
+def _not_toml(path: Path, error: Exception) -> str:
+    """Return what is wrong with a file, with its line."""
+    if path.suffix in (".yaml", ".yml"):
+        return "YAML is not read; write the same keys as TOML, see examples/make_sum/run.toml"
+    number = re.search(r"at line (\d+)", str(error))
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    line = lines[int(number[1]) - 1 :][:1] if number else []
+    return f"not TOML: {error}{''.join(f': {text.strip()}' for text in line)}"
 
 
 def make_config(
@@ -254,19 +265,21 @@ def _take_words(tree: dict[str, Any]) -> dict[str, str]:
             kinds = _kinds(annotations.get(key, bool))
             if value == "none" and NoneType in kinds and str not in kinds:
                 keys[name] = None
-            wrong |= _wrong_bool(key, value, kinds)
+            wrong |= _wrong_bool(key, value, annotations.get(key, bool))
             for number, table in enumerate(value if section == "data" and isinstance(value, list) else []):
                 for inner, entry in table.items() if isinstance(table, dict) else ():
                     if inner in DataSet.model_fields:
-                        kinds = _kinds(DataSet.model_fields[inner].annotation)
-                        wrong |= _wrong_bool(f"{key}[{number}].{inner}", entry, kinds)
+                        annotation = DataSet.model_fields[inner].annotation
+                        wrong |= _wrong_bool(f"{key}[{number}].{inner}", entry, annotation)
     return wrong
 
 
-def _wrong_bool(key: str, value: Any, kinds: set[Any]) -> dict[str, str]:
-    if not isinstance(value, bool) or bool in kinds:
+def _wrong_bool(key: str, value: Any, annotation: Any) -> dict[str, str]:
+    if not isinstance(value, bool) or bool in _kinds(annotation):
         return {}
-    return {key: f"{key} = {str(value).lower()}: must be neither true nor false"}
+    literal = get_origin(annotation) is Literal
+    legal = f"one of {', '.join(get_args(annotation))}" if literal else "neither true nor false"
+    return {key: f"{key} = {str(value).lower()}: must be {legal}"}
 
 
 def _line(details: Mapping[str, Any]) -> tuple[str, str]:
@@ -288,7 +301,9 @@ def _line(details: Mapping[str, Any]) -> tuple[str, str]:
         return key, f"{key} is missing"
     if kind.startswith("union_tag") and key:
         name = value.get("name") if isinstance(value, dict) else value
-        return key, f"{key}.name = {name!r}: must be one of {', '.join(_variants(path[0]))}"
+        close = difflib.get_close_matches(str(name), _variants(path[0]), n=1)
+        meant = f"did you mean {close[0]}? It " if close else ""
+        return key, f"{key}.name = {name!r}: {meant}must be one of {', '.join(_variants(path[0]))}"
     if kind != "value_error":  # pydantic's own words
         message = message[0].lower() + message[1:]
     return key, f"{key} = {value!r}: {message}" if key else message

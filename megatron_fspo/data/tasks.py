@@ -115,7 +115,10 @@ def gradable(answer: str) -> bool:
 def check_source(source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ``InputError`` if the source's settings prevent rendering of any prompt."""
     if source.chat_template and tokenizer.chat_template is None:
-        raise InputError(f"{source.file}: chat_template is true, but the tokenizer has no chat template")
+        raise InputError(
+            f"{source.file}: chat_template is true, but the tokenizer has no chat template: "
+            "set data.chat_template = false"
+        )
     if source.system_prompt and not source.chat_template:
         raise InputError(
             f"{source.file}: system_prompt needs chat_template = true; otherwise put the text into template"

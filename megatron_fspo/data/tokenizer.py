@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
 _TEMPLATE_SECONDS, _TEMPLATE_BYTES = 10.0, 2**31
 
 
@@ -34,7 +35,10 @@ def load_tokenizer(checkpoint_dir: str | Path) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a broken file may raise anything, even a bare Exception from tokenizers
         reason = str(error).strip().partition("\n")[0]
-        raise InputError(f"{folder}: transformers cannot load the tokenizer: {reason}") from error
+        files = [name for name in _FILES if (folder / name).is_file()]
+        if not files:
+            raise InputError(f"{folder}: holds no tokenizer ({_FILES[0]} is missing)") from None
+        raise InputError(f"{folder / files[0]}: transformers cannot load the tokenizer: {reason}") from error
     if tokenizer.chat_template:
         _try_template(tokenizer, folder)
     return tokenizer

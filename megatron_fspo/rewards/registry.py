@@ -130,6 +130,9 @@ def imported(path: str, what: str, arguments: Sequence[str]) -> Any:
         gone = error.name == module_name.partition(".")[0]
         where = f" in {os.getcwd()} or among installed packages" if gone else ""
         raise InputError(f"{what} {path!r}: cannot import {module_name!r}: {error}{where}") from error
+    except SyntaxError as error:
+        file = os.path.relpath(error.filename) if error.filename else module_name
+        raise InputError(f"{file}:{error.lineno}: {error.msg} ({what} {path!r})") from None
     function = vars(module).get(attribute)
     if not callable(function):
         held = "nothing" if function is None else f"a value of type {type(function).__name__}"

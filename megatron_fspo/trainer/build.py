@@ -43,7 +43,7 @@ from megatron_fspo.rollout.client.connect import Needs, connect, settle
 from megatron_fspo.rollout.client.engine import Leader, Trainer, VLLMEngine
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.rollout.engine import RolloutEngine
-from megatron_fspo.trainer.prepare import Inputs, make_needs
+from megatron_fspo.trainer.prepare import Inputs, loss_notes, make_needs
 from megatron_fspo.trainer.rollout import make_layout
 from megatron_fspo.trainer.sampling import RolloutQueue, make_grader
 from megatron_fspo.trainer.training import State, Training, remove_old
@@ -205,9 +205,7 @@ def _open_folder(
     save_config(config, config.run_folder / "config.toml")
     for checkpoint, problem in zip(reversed(checkpoints), damaged, strict=False):
         log.say(f"{problem}. Renamed it to {put_aside(checkpoint).name}; continuing from the one before it")
-    for note in config.loss.notes(
-        rollouts=config.rollouts_after_warmup, off_policy_updates=config.off_policy_updates
-    ):
+    for note in loss_notes(config):
         log.warn_once(note, note)
     remove_old(config, log, step or 0)  # a killed run may have left old checkpoints
     for change, effect in changes.items():

@@ -50,6 +50,8 @@ def train(inputs: Inputs, *, resume: Resume, draw: Draw | None = None) -> bool:
             signal.signal(signal.SIGTERM, lambda number, frame: control.request_stop())
             log.job(state.step, machine(inputs.backend))
             finished = True
+            if state.step >= last:
+                log.say(f"all {last} steps are done; for more, raise run.steps")
             try:
                 if evaluate_every and not run.resumed:
                     log.step(0, _evaluate(run, draw))

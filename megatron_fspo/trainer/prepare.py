@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_fspo.config import Config
 from megatron_fspo.data.check import examine
 from megatron_fspo.data.cursor import mixture, most_at_once
+from megatron_fspo.data.hub import from_hub
 from megatron_fspo.data.prompts import LoadedSet, load_sets, notes
 from megatron_fspo.data.tasks import make_sources
 from megatron_fspo.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
@@ -96,6 +97,7 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
     """Read and check everything that the configuration names. Raises ``InputErrors`` with all independent
     errors. ``elsewhere``: the run will use GPUs of another machine, so skip checks that need them;
     ``trains``: False for an evaluation, which needs no training prompts, ``loss.noise`` or trackers."""
+    config = from_hub(config)
     attempt, model, tensor = Attempts(), config.model, config.parallel.tensor
     backend: Backend | None
     if elsewhere:
@@ -222,7 +224,7 @@ def check_run(config: Config, *, world_size: int, resume: Resume, here: bool) ->
     """
     elsewhere = not here and config.model.backend == "cuda" and not torch.cuda.is_available()
     attempt = Attempts()
-    attempt(lambda: prepare(config, world_size=world_size, elsewhere=elsewhere))
+    inputs = attempt(lambda: prepare(config, world_size=world_size, elsewhere=elsewhere))
     attempt(lambda: checkpoints_to_resume(config, resume))
     attempt(lambda: check_writable(config.run_folder, probe=True))
     asked = config.rollout.engine == "vllm"
@@ -231,8 +233,15 @@ def check_run(config: Config, *, world_size: int, resume: Resume, here: bool) ->
     )
     attempt.wrong(*(absent if here else ()))
     attempt.end()
-    notes = ["no GPU here: model.layers, model.head and fp8 were not checked"] if elsewhere else []
-    return notes + absent
+    assert inputs
+    unchecked = ["no GPU here: model.layers, model.head and fp8 were not checked"] if elsewhere else []
+    return [*unchecked, *absent, *loss_notes(config), *inputs.notes]
+
+
+def loss_notes(config: Config) -> list[str]:
+    """Return what the loss says about the run before it starts."""
+    updates = config.off_policy_updates
+    return config.loss.notes(rollouts=config.rollouts_after_warmup, off_policy_updates=updates)
 
 
 def make_needs(config: Config) -> Needs:

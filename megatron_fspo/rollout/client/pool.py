@@ -25,6 +25,7 @@ Admit = Callable[[Server], Awaitable[bool]]
 """Called before a lost server returns to rotation; loads the current weights into it. False, or
 :class:`~megatron_fspo.rollout.client.server.ServerLost`, keeps it out until the next probe."""
 
+_REMIND_SECONDS = 60.0
 MAX_DISCONNECTS = 8
 """A request that loses its server this often in a row is considered the cause, and stops the run."""
 
@@ -139,7 +140,7 @@ class Pool:
             if slot.server in servers:
                 slot.up = True
             else:
-                slot.take_out(f"{slot.server.url}: not reached by the last weight update")
+                slot.take_out(slot.server.problem or f"{slot.server.url}: missed the last weight update")
                 for task in slot.sampling:
                     task.cancel()
         self._reschedule()
@@ -324,17 +325,21 @@ class Pool:
             look.cancel()
         none_up = at_work and not self.live()
         if none_up and self._patience is None:
-            seconds, loop = self.recovery_seconds, asyncio.get_running_loop()
-            self._patience = loop.call_later(seconds, self._give_up)
-            said = f"no vLLM server is available: {self._reasons()}; waiting up to {seconds:g} s for one"
-            print(f"megatron-fspo: {said}", file=sys.stderr, flush=True)
+            self._wait_for_one(self.recovery_seconds)
         elif not none_up and self._patience is not None:
             self._patience.cancel()
             self._patience = None
         return cancelled
 
-    def _give_up(self) -> None:
-        self._fail(TrainingError(f"no rollout server for {self.recovery_seconds:g} s: {self._reasons()}"))
+    def _wait_for_one(self, seconds: float) -> None:
+        """Say every minute how long the pool still waits for a server; at the end, end the calls."""
+        if seconds <= 0:
+            self._fail(TrainingError(f"no rollout server for {self.recovery_seconds:g} s: {self._reasons()}"))
+            return
+        said = f"no vLLM server is available: {self._reasons()}; waiting up to {seconds:g} s for one"
+        print(f"megatron-fspo: {said}", file=sys.stderr, flush=True)
+        pause = min(seconds, _REMIND_SECONDS)
+        self._patience = asyncio.get_running_loop().call_later(pause, self._wait_for_one, seconds - pause)
 
     def _reasons(self) -> str:
         return "; ".join(slot.reason for slot in self._slots) or "none has announced itself"

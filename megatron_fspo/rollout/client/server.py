@@ -56,6 +56,7 @@ class Server:
         self._http = http
         self._key = api_key
         self.ended: Counter[str] = Counter()  # responses that the server ended early, by finish_reason
+        self.problem = ""  # why it was not healthy when last asked
         if api_key is not None:
             check_key(api_key)
         # httpx hides this header's value in its own repr.
@@ -103,12 +104,13 @@ class Server:
             return parse(answer)
 
     async def healthy(self) -> bool:
-        """Return True if ``/health`` answers 200 within 5 seconds."""
+        """Return True if ``/health`` answers 200 within 5 seconds; ``problem`` says why not."""
+        self.problem = ""
         try:
             await self.get("health", timeout=HEALTH_SECONDS, attempts=1)
-        except (ServerLost, Refused, BadAnswer):
-            return False
-        return True
+        except (ServerLost, Refused, BadAnswer) as error:
+            self.problem = str(error)
+        return not self.problem
 
     async def generate(
         self,
