@@ -63,6 +63,11 @@ def test_check_says_that_all_is_fine(tmp_path: Path, check: Check) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_check_warns_of_a_band_that_is_a_ratio(check: Check) -> None:
+    status, out, _ = check(*"--loss.calibrate 0 --loss.c-low 0.2 --loss.c-high 0.2".split())
+    assert status == 0 and "loss.c_high = 0.2" in out and "e^6.3" in out
+
+
 def test_check_lists_all_that_is_wrong(tmp_path: Path, check: Check) -> None:
     status, _, (first, second) = check("--run.steps", "0", "--loss.c-hihg", "1")
     assert status == 2 and "unknown key loss.c_hihg" in first and "run.steps = 0" in second
@@ -249,7 +254,7 @@ def test_ctrl_c_under_nproc(tmp_path: Path) -> None:
             err.seek(0)
             # Where CUDA's compiler is and no GPU, torch says so.
             lines = [line for line in err.read().splitlines() if "No CUDA runtime" not in line]
-            assert lines == ["megatron-fspo: interrupted"]
+            assert lines[-1] == "megatron-fspo: interrupted" and len(lines) == 4
         finally:
             process.kill()
             process.communicate()

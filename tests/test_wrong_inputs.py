@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import torch
 
@@ -35,6 +36,18 @@ CASES = [
     ("sweep {tmp}/empty", ["{tmp}/empty", "config is missing"]),
     ("sweep sweep.toml --jbs=3", ["'--jbs'", "did you mean --jobs?"]),
     (f"{TRAIN} --loss.c-low abc", ["fspo: --loss.c_low = 'abc'", "number"]),
+    (f"{TRAIN} --lr 1e-4", ["'--lr'", "did you mean --optimizer.lr?"]),
+    (f"{TRAIN} --steps 3", ["did you mean --run.steps?"]),
+    (f"{TRAIN} --loss.name fpso", ["loss.name = 'fpso'", "did you mean fspo?", "rloo"]),
+    (f"{TRAIN} --log.wandb true", ["log.wandb = true", "one of off, offline, online"]),
+    (f"{TRAIN} --config {{tmp}}/run.yaml", ["run.yaml: YAML is not read", "TOML"]),
+    (f"{TRAIN} --config {{tmp}}/twice.toml", ["twice.toml: not TOML", "line 3", "steps = 4"]),
+    (f"{TRAIN} --model.checkpoint Qwen/Qwen3-0.6B", ["`hf download Qwen/Qwen3-0.6B`"]),
+    (f"{TRAIN} --data.train openai/gsm8k", ["`hf download --repo-type dataset openai/gsm8k`"]),
+    (f"{TRAIN} --model.checkpoint {{tmp}}/no_tokenizer", ["no_tokenizer", "tokenizer.json is missing"]),
+    (f"{TRAIN} --model.checkpoint {{tmp}}/bad_tokenizer", ["bad_tokenizer/tokenizer.json: transformers"]),
+    (f"{TRAIN} --model.checkpoint {{tmp}}/other", ["'gemma2'", "docs/adding_a_model.md"]),
+    (f"{TRAIN} --data.chat-template true", ["no chat template", "set data.chat_template = false"]),
     (f"{TRAIN} --optimizer.learning-rate 1", ["fspo: --optimizer.learning_rate", "mean optimizer.lr?"]),
     (f"{TRAIN} --data.train {{tmp}}/data.csv", ["data.csv:1: not JSON", "JSON lines", "parquet"]),
     (f"plan {CONFIG} --trace x", ["--trace", "'x'"]),
@@ -150,6 +163,7 @@ def tmp(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: p
     make_files(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "WANDB_API_KEY", "VLLM_BIN"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     monkeypatch.chdir(REPO)
@@ -167,6 +181,13 @@ def make_files(tmp: Path) -> None:
     (tmp / "data.csv").write_text('prompt,answer\n"^37=",37\n')
     (tmp / "latin.txt").write_bytes("naïf".encode("latin-1"))
     (tmp / "gspo.toml").write_text('[loss]\nname = "gspo"')
+    (tmp / "run.yaml").write_text("run:\n  steps: 3\n")
+    (tmp / "twice.toml").write_text("[run]\nsteps = 3\nsteps = 4\n")
+    for name in ("no_tokenizer", "bad_tokenizer", "other"):
+        shutil.copytree(REPO / MODEL, tmp / name)
+    (tmp / "no_tokenizer/tokenizer.json").unlink()
+    (tmp / "bad_tokenizer/tokenizer.json").write_text("{}")
+    (tmp / "other/config.json").write_text('{"model_type": "gemma2"}')
     (tmp / "one.jsonl").write_text('{"prompt_token_ids": [1], "token_ids": [2]}')
     (tmp / "held/demo").mkdir(parents=True)
     (tmp / "held/demo/metrics.jsonl").write_text("{}\n")
@@ -325,3 +346,11 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["init", str(tmp_path / ("x" * 300))]) == 2
     said = capsys.readouterr().err
     assert said.startswith("megatron-fspo: ") and said.count("\n") == 1 and not [*tmp_path.iterdir()]
+
+
+def test_a_syntax_error_in_a_reward(
+    tmp: Path, complaint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp / "broken_reward.py").write_text("def f(:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp)
+    assert "broken_reward.py:1: " in complaint(f"{TRAIN} --reward.name broken_reward:f")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from megatron_fspo.cli.console import OneLineParser
+from megatron_fspo.cli.console import OneLineParser, say
 from megatron_fspo.errors import InputError
 
 Commands: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
@@ -109,6 +109,7 @@ def start_ranks(args: argparse.Namespace) -> None:
     words = [word for word in words if not word.startswith("--nproc=")]
     # torchrun would set the same value with a warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    say(f"starting {args.nproc} ranks")
     sys.stdout.flush()
     os.execv(sys.executable, launcher(args.nproc, words))
 

@@ -52,6 +52,8 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
                 say(f"megatron-fspo: {problem}")
             return 2
     config = load_config(args.config, overrides)  # before slow imports
+    if "WORLD_SIZE" not in os.environ:
+        say(f"checking {config.model.checkpoint} and the data")
     import_megatron()
 
     from megatron_fspo.job.checkpoints import check_writable, checkpoints_to_resume
@@ -67,6 +69,7 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
         if inputs.backend.collectives == "nccl":
             record_collectives(config.run_folder / "hang")
 
+        say("loading the model; the first step follows")
         from megatron_fspo.trainer.loop import train
 
         pages = not absent("lab")

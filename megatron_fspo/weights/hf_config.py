@@ -49,7 +49,9 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
     family = config.required("model_type", str)
     family = "deepseek_v3" if family == "kimi_k2" else family  # the same model with more experts
     if family not in SUPPORTED:
-        raise config.error("model_type", f"is {family!r}; supported: {', '.join(SUPPORTED)}")
+        raise config.error(
+            "model_type", f"is {family!r}; supported: {', '.join(SUPPORTED)}; docs/adding_a_model.md adds one"
+        )
     _refuse_unsupported(config, family)
     latent = _latent(config) if family == "deepseek_v3" else None
     scaled = _GRANITE if family == "granite" else {}

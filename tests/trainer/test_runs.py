@@ -115,6 +115,9 @@ def test_stopped_within_a_step_and_resumed_gives_the_same_numbers(
     kept = ("sequences.jsonl", "samples.jsonl", "hf/model.safetensors", f"tokens/step_{STEPS:06d}.parquet")
     for file in kept:
         assert (folder / name / file).read_bytes() == (folder / "whole" / file).read_bytes()
+    if place == "rollout":
+        again = trained(folder, name, "--run.steps", str(STEPS), "--checkpoint.every", "1", "--resume")
+        assert "raise run.steps" in again
 
 
 def test_a_stop_in_the_first_step_leaves_nothing_to_resume(folder: Path) -> None:
