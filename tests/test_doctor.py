@@ -26,7 +26,12 @@ def bare(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(program, env={"PYTHONPATH": str(REPO)}, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("words", ["--help", "train --config run.toml"])
+def test_help_needs_no_package() -> None:
+    done = bare("--help")
+    assert (done.returncode, done.stderr) == (0, "") and "explain" in done.stdout
+
+
+@pytest.mark.parametrize("words", ["train --help", "train --config run.toml"])
 def test_a_command_without_its_packages_is_one_line(words: str) -> None:
     done = bare(*words.split())
     assert (done.returncode, done.stdout) == (2, "")

@@ -57,7 +57,7 @@ THIRD_PARTY = {
     "losses": {"torch", "pydantic"},
     "adapters": {"torch", "trl", "verl", "skyrl", "prime_rl", "slime", "megatron"},
     "config": {"pydantic", "tomli_w"},
-    "data": {"transformers", "pyarrow"},
+    "data": {"transformers", "pyarrow", "huggingface_hub"},
     "evaluation": {"numpy", "torch"},
     "rewards": {"math_verify", "reasoning_gym", "sympy"},
     "environments": set(),

@@ -22,7 +22,8 @@ _ANY_RUN = (
     "torch einops psutil numpy pydantic safetensors transformers tqdm anyio httpx msgspec pyarrow".split()
 )
 _MODULES = {
-    "": {name: name for name in _ANY_RUN} | {"megatron-core": "megatron", "tomli-w": "tomli_w"},
+    "": {name: name for name in _ANY_RUN}
+    | {"megatron-core": "megatron", "tomli-w": "tomli_w", "huggingface-hub": "huggingface_hub"},
     "lab": {"jinja2": "jinja2", "markupsafe": "markupsafe", "matplotlib": "matplotlib"},
     "math": {"math-verify": "math_verify", "sympy": "sympy"},
     "gym": {"reasoning-gym": "reasoning_gym"},
