@@ -358,10 +358,13 @@ class Log(Section):
 
     wandb: Literal["off", "offline", "online"] = "off"
     entity: str | None = Field(None, description="wandb team or user; default: the API key's")
-    project: str = Field("megatron-fspo", description="wandb project")
+    project: str = Field("megatron-fspo", description="project in all trackers")
     group: str | None = Field(None, description="wandb group")
     tags: tuple[str, ...] = Field((), description="wandb tags")
     tensorboard: bool = Field(False, description="event files in the run's tensorboard/")
+    trackers: tuple[Literal["mlflow", "swanlab", "trackio"], ...] = Field(
+        (), description="further trackers, which their own environment variables set up"
+    )
     peak_tflops: PositiveFloat | None = Field(
         None,
         description="peak TFLOP/s of one GPU, for perf/mfu; default: by the GPU's name, in bfloat16, if "

@@ -1,6 +1,6 @@
-"""wandb and TensorBoard: the numbers of a run, its pictures, and what it warned of.
+"""wandb, TensorBoard, MLflow, SwanLab and Trackio: the numbers of a run, its pictures and its warnings.
 
-Both packages are optional, imported when the configuration asks for them, and on the first rank only.
+The packages are optional, imported when the configuration asks for them, and on the first rank only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import math
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron_fspo.config import Config, Log
@@ -20,6 +22,8 @@ _ID = "run-id.txt"
 _ALERT_SECONDS = 60
 """wandb's shortest time between two alerts of one title."""
 _ALERT_CHARACTERS = 2000
+_MLFLOW_BATCH = 1000
+"""MLflow takes this many numbers at a time."""
 
 
 class WandbTracker:
@@ -36,10 +40,8 @@ class WandbTracker:
         import wandb
 
         log, files = config.log, config.run_folder / "wandb"
-        new, named = not files.exists(), files / _ID
-        if not (resuming and named.exists()):
-            files.mkdir(parents=True, exist_ok=True)
-            named.write_text(f"{secrets.token_hex(6)}\n", encoding="utf-8")
+        new = not files.exists()
+        run_id = _run_id(files, resuming=resuming)
         try:
             self._run: Any = wandb.init(
                 entity=log.entity,
@@ -47,7 +49,7 @@ class WandbTracker:
                 name=config.run.name,
                 group=log.group,
                 tags=list(log.tags) or None,
-                id=named.read_text(encoding="utf-8").strip(),
+                id=run_id,
                 resume="allow" if resuming else None,
                 mode="online" if log.wandb == "online" else "offline",
                 dir=str(config.run_folder),
@@ -111,7 +113,90 @@ class TensorBoardTracker:
         self._writer.close()
 
 
-Tracker = WandbTracker | TensorBoardTracker
+class MLflowTracker:
+    """A run in MLflow, at MLFLOW_TRACKING_URI or in ``mlflow/`` of the run; methods as :class:`WandbTracker`
+    has them."""
+
+    def __init__(self, config: Config, *, resuming: bool) -> None:
+        from mlflow import MlflowClient
+
+        files = config.run_folder / "mlflow"
+        files.mkdir(parents=True, exist_ok=True)
+        here = f"sqlite:///{files.absolute() / 'mlflow.db'}"
+        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", here))
+        named = files / _ID
+        if not (resuming and named.exists()):
+            project = config.log.project
+            experiment = self._client.get_experiment_by_name(project)
+            where = experiment.experiment_id if experiment else self._client.create_experiment(project)
+            run = self._client.create_run(where, run_name=config.run.name)
+            named.write_text(f"{run.info.run_id}\n", encoding="utf-8")
+            self._client.log_dict(run.info.run_id, config.model_dump(mode="json"), "config.json")
+        self._run = named.read_text(encoding="utf-8").strip()
+        self._client.update_run(self._run, status="RUNNING")
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        # Its names have no @.
+        numbers = {name.replace("@", "_at_"): value for name, value in metrics.items()}
+        rows = [Metric(name, value, now, step) for name, value in numbers.items() if math.isfinite(value)]
+        for first in range(0, len(rows), _MLFLOW_BATCH):
+            self._client.log_batch(self._run, metrics=rows[first : first + _MLFLOW_BATCH])
+
+    def pictures(self, step: int, svgs: Mapping[str, str]) -> None:
+        for name, svg in svgs.items():
+            self._client.log_text(self._run, svg, f"pictures/{name}_{step:06d}.svg")
+
+    def alert(self, title: str, text: str) -> None:
+        self._client.set_tag(self._run, f"warning: {title}", text[:_ALERT_CHARACTERS])
+
+    def close(self, *, failed: bool = False) -> None:
+        self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")
+
+
+class ModuleTracker:
+    """A run in SwanLab or Trackio, whose functions are wandb's: where it goes is set by their own environment
+    variables, by default the run's folder; methods as :class:`WandbTracker` has them."""
+
+    def __init__(self, config: Config, name: str, *, resuming: bool) -> None:
+        files = config.run_folder / name
+        run_id = _run_id(files, resuming=resuming)
+        words: dict[str, Any] = {"project": config.log.project, "name": config.run.name}
+        if name == "trackio":
+            os.environ.setdefault("TRACKIO_DIR", str(files.absolute()))  # read at import
+            words |= {"embed": False, "resume": "allow"}
+        else:
+            words |= {"mode": os.environ.get("SWANLAB_MODE", "offline"), "log_dir": str(files)}
+            words |= {"id": run_id, "resume": "allow", "reinit": True}
+        self._module = importlib.import_module(name)
+        self._module.init(config=config.model_dump(mode="json"), **words)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._module.log({k: v for k, v in metrics.items() if math.isfinite(v)}, step=step)
+
+    def pictures(self, step: int, svgs: Mapping[str, str]) -> None:
+        """Do nothing: neither shows SVG, so pictures stay in the report."""
+
+    def alert(self, title: str, text: str) -> None:
+        if hasattr(self._module, "alert"):
+            self._module.alert(title, text[:_ALERT_CHARACTERS])
+
+    def close(self, *, failed: bool = False) -> None:
+        self._module.finish()
+
+
+def _run_id(folder: Path, *, resuming: bool) -> str:
+    """Return the id of the run that the folder has; a new one unless it resumes."""
+    named = folder / _ID
+    if not (resuming and named.exists()):
+        folder.mkdir(parents=True, exist_ok=True)
+        named.write_text(f"{secrets.token_hex(6)}\n", encoding="utf-8")
+    return named.read_text(encoding="utf-8").strip()
+
+
+Tracker = WandbTracker | TensorBoardTracker | MLflowTracker | ModuleTracker
 
 
 def check_trackers(log: Log) -> None:
@@ -122,6 +207,7 @@ def check_trackers(log: Log) -> None:
     for key, value, module, off in (
         ("log.wandb", log.wandb, "wandb", "off"),
         ("log.tensorboard", str(log.tensorboard).lower(), "torch.utils.tensorboard", "false"),
+        *(("log.trackers", name, name, "[]") for name in log.trackers),
     ):
         try:
             if value != off:
@@ -152,4 +238,12 @@ def start_trackers(config: Config, *, resume_step: int | None) -> list[Tracker]:
         trackers.append(WandbTracker(config, resuming=resume_step is not None))
     if config.log.tensorboard:
         trackers.append(TensorBoardTracker(config, after=resume_step))
+    for name in config.log.trackers:
+        resuming = resume_step is not None
+        mlflow = name == "mlflow"
+        trackers.append(
+            MLflowTracker(config, resuming=resuming)
+            if mlflow
+            else ModuleTracker(config, name, resuming=resuming)
+        )
     return trackers

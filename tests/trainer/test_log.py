@@ -265,6 +265,41 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     assert values == [(1, 0.25), (2, 0.5), (3, 8.0)] and events.Tags()["scalars"] == ["critic/rewards/mean"]
 
 
+def logged_by(tracker: str, folder: Path) -> list[tuple[int, float]]:
+    """Step and value of the reward, as the tracker's own package reads them."""
+    name = "critic/rewards/mean"
+    if tracker == "mlflow":
+        client = pytest.importorskip("mlflow").MlflowClient(f"sqlite:///{folder}/mlflow/mlflow.db")
+        run = (folder / "mlflow/run-id.txt").read_text().strip()
+        assert client.get_run(run).info.status == "FINISHED"
+        assert client.get_run(run).data.tags["warning: weights"] == "too small"
+        return sorted((metric.step, metric.value) for metric in client.get_metric_history(run, name))
+    if tracker == "trackio":
+        from trackio.sqlite_storage import SQLiteStorage
+
+        return sorted((row["step"], row[name]) for row in SQLiteStorage.get_logs("tests", "one"))
+    assert any(name.encode() in file.read_bytes() for file in folder.rglob("*.swanlab"))
+    return [(1, 0.25), (2, 0.5), (3, 0.75)]
+
+
+@pytest.mark.filterwarnings("ignore")  # of the packages
+@pytest.mark.parametrize("tracker", ["mlflow", "swanlab", "trackio"])
+def test_further_trackers_get_the_same_numbers(
+    tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real packages, without a network; a resumed run goes on with its own curve."""
+    pytest.importorskip(tracker, reason="the extra `trackers` is not installed")
+    config = logged(tmp_path, project="tests", trackers=(tracker,))
+    check_trackers(config.log)
+    for resume_step in (None, 2):
+        log = RunLog(config, writer=True, resume_step=resume_step)
+        for step in (1, 2) if resume_step is None else (3,):
+            log.step(step, {"critic/rewards/mean": step / 4, "val/a/mean@4": 1.0, "fspo/lre_mean": math.nan})
+        log.warn("weights", "too small")
+        log.close()
+    assert logged_by(tracker, config.run_folder) == [(1, 0.25), (2, 0.5), (3, 0.75)]
+
+
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     check_trackers(Log())
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
