@@ -122,13 +122,17 @@ class MLflowTracker:
 
         files = config.run_folder / "mlflow"
         files.mkdir(parents=True, exist_ok=True)
-        here = f"sqlite:///{files.absolute() / 'mlflow.db'}"
-        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", here))
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        self._client = MlflowClient(uri or f"sqlite:///{files.absolute() / 'mlflow.db'}")
+        artifacts = None if uri else (files.absolute() / "artifacts").as_uri()
         named = files / _ID
         if not (resuming and named.exists()):
             project = config.log.project
             experiment = self._client.get_experiment_by_name(project)
-            where = experiment.experiment_id if experiment else self._client.create_experiment(project)
+            if experiment is None:
+                where = self._client.create_experiment(project, artifacts)
+            else:
+                where = experiment.experiment_id
             run = self._client.create_run(where, run_name=config.run.name)
             named.write_text(f"{run.info.run_id}\n", encoding="utf-8")
             self._client.log_dict(run.info.run_id, config.model_dump(mode="json"), "config.json")
@@ -157,19 +161,17 @@ class MLflowTracker:
 
 
 class ModuleTracker:
-    """A run in SwanLab or Trackio, whose functions are wandb's: where it goes is set by their own environment
-    variables, by default the run's folder; methods as :class:`WandbTracker` has them."""
+    """A run in SwanLab (offline, in ``swanlab/``, unless SWANLAB_MODE says otherwise) or Trackio (in its own
+    folder, or TRACKIO_SPACE_ID), whose functions are wandb's; methods as :class:`WandbTracker` has them."""
 
     def __init__(self, config: Config, name: str, *, resuming: bool) -> None:
-        files = config.run_folder / name
-        run_id = _run_id(files, resuming=resuming)
         words: dict[str, Any] = {"project": config.log.project, "name": config.run.name}
         if name == "trackio":
-            os.environ.setdefault("TRACKIO_DIR", str(files.absolute()))  # read at import
             words |= {"embed": False, "resume": "allow"}
         else:
+            files = config.run_folder / name
             words |= {"mode": os.environ.get("SWANLAB_MODE", "offline"), "log_dir": str(files)}
-            words |= {"id": run_id, "resume": "allow", "reinit": True}
+            words |= {"id": _run_id(files, resuming=resuming), "resume": "allow", "reinit": True}
         self._module = importlib.import_module(name)
         self._module.init(config=config.model_dump(mode="json"), **words)
 
@@ -240,10 +242,8 @@ def start_trackers(config: Config, *, resume_step: int | None) -> list[Tracker]:
         trackers.append(TensorBoardTracker(config, after=resume_step))
     for name in config.log.trackers:
         resuming = resume_step is not None
-        mlflow = name == "mlflow"
-        trackers.append(
-            MLflowTracker(config, resuming=resuming)
-            if mlflow
-            else ModuleTracker(config, name, resuming=resuming)
-        )
+        if name == "mlflow":
+            trackers.append(MLflowTracker(config, resuming=resuming))
+        else:
+            trackers.append(ModuleTracker(config, name, resuming=resuming))
     return trackers

@@ -288,6 +288,7 @@ def test_further_trackers_get_the_same_numbers(
     tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real packages, without a network; a resumed run goes on with its own curve."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read at import
     pytest.importorskip(tracker, reason="the extra `trackers` is not installed")
     config = logged(tmp_path, project="tests", trackers=(tracker,))
     check_trackers(config.log)
