@@ -168,7 +168,7 @@ MUTANTS = {
         "        kill_group(process)\n        kill_marked", "        kill_marked", "test_agent.py group",
     ),
     "agents: they outlive a killed trainer": Mutant(
-        "end_with_parent({os.getpid()}); os.execvp", "os.execvp", "test_agent.py outlives",
+        "f\"kill_marked('OPENAI_BASE_URL={self.address}')\"", '"pass"', "test_agent.py outlives",
     ),
     "workers: what they forked outlives them": Mutant(
         "suppress(ProcessLookupError):\n            os.killpg(process.pid, signal.SIGKILL)",

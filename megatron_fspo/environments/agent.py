@@ -75,22 +75,17 @@ class _Session:
         self.failed = True
         row = {"index": prompt.index, "prompt": prompt.text, "answer": prompt.answer}
         task = json.dumps({**row, "fields": dict(prompt.fields)}).encode()
-        # The program ends with the thread that starts it, and so does not outlive a killed trainer.
         run = partial(self._run, command, task, {**env, "OPENAI_API_KEY": self.secret})
         threading.Thread(target=run, name="agent", daemon=True).start()
 
     def _run(self, command: Sequence[str], task: bytes, env: dict[str, str]) -> None:
         """Run the program. The last word of its output may be a reward."""
-        start = (
-            f"import os, sys; sys.path[:] = {sys.path!r}; from megatron_fspo.job.parent import "
-            f"end_with_parent; end_with_parent({os.getpid()}); os.execvp(sys.argv[1], sys.argv[1:])"
-        )
         try:
             with TemporaryFile() as stdin:  # a program may not read it, and a pipe would be full
                 stdin.write(task)
                 stdin.seek(0)
                 process = subprocess.Popen(
-                    [sys.executable, "-IS", "-c", start, *command],
+                    command,
                     stdin=stdin,
                     stdout=subprocess.PIPE,
                     env=env,
