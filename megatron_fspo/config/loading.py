@@ -17,13 +17,16 @@ from megatron_fspo.config.data import DataSet
 from megatron_fspo.config.schema import Config
 from megatron_fspo.errors import InputError, InputErrors
 
+Layer = Path | Mapping[str, Any]
 
-def load_config(files: Path | Sequence[Path], overrides: Sequence[str] = ()) -> Config:
+
+def load_config(files: Layer | Sequence[Layer], overrides: Sequence[str] = ()) -> Config:
     """Read and check the configuration of a run.
 
     Args:
-        files: a TOML file, or several: later files override keys of earlier ones. Lists and tables are
-            replaced as a whole, and so is ``[loss]`` or ``[correction]`` if a file names another one.
+        files: a TOML file, or a tree of sections, or several: later ones override keys of earlier ones.
+            Lists and tables are replaced as a whole, and so is ``[loss]`` or ``[correction]`` if a file names
+            another one.
         overrides: command-line words, ``--loss.c-high 0.04`` or ``--loss.c-high=0.04``. Values are parsed as
             TOML, or as plain strings if that fails or the key is text (``--run.name 2026-10-17``). Dashes and
             underscores are equivalent.
@@ -34,14 +37,18 @@ def load_config(files: Path | Sequence[Path], overrides: Sequence[str] = ()) -> 
     """
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    paths = [files] if isinstance(files, Path) else list(files)
-    for path in paths:
+    layers = [files] if isinstance(files, Path | Mapping) else list(files)
+    paths = ["the program" if isinstance(layer, Mapping) else layer for layer in layers]
+    for path, given in zip(paths, layers, strict=True):
         try:
-            layer = tomllib.loads(path.read_text(encoding="utf-8"))
+            if isinstance(given, Mapping):
+                layer = {section: dict(keys) for section, keys in given.items()}
+            else:
+                layer = tomllib.loads(given.read_text(encoding="utf-8"))
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise InputError(f"{path}: {_not_toml(path, error)}") from None
+            raise InputError(f"{path}: {_not_toml(Path(path), error)}") from None
         _lay_over(tree, layer)
         origins |= {f"{section}.{key}": str(path) for section, keys in layer.items()
                     for key in (keys if isinstance(keys, dict) else ())}  # fmt: skip

@@ -14,6 +14,7 @@ packed, with prompts and padding outside the mask. Units: nats.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
@@ -50,6 +51,21 @@ class Surrogate:
     """bool: S above the band, whatever the sign of A."""
     nonfinite: Tensor
     """bool: S, A, objective or weight is not finite (exp may overflow); objective and weight are then 0."""
+
+    def loss(self, log_ratio_sum: Tensor, total: int | None = None) -> Tensor:
+        """Return −Σ_i weight_i·S_i / ``total``, whose gradient is that of −Σ J_i / ``total``.
+
+        Args:
+            log_ratio_sum: S [N], not detached.
+            total: sequences of the optimizer step over all ranks and micro-batches; default N.
+
+        Warns if sequences are not finite: their weight is 0. Waits for the device.
+        """
+        if count := int(self.nonfinite.sum()):
+            warnings.warn(f"{count} of {len(self.weight)} sequences are not finite: weight 0", stacklevel=2)
+        # 0 · NaN would be NaN.
+        terms = torch.where(self.weight != 0, self.weight * log_ratio_sum, 0.0)
+        return -terms.sum() / (len(self.weight) if total is None else total)
 
     @property
     def clipped(self) -> Tensor:

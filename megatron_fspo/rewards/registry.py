@@ -67,6 +67,12 @@ def register(name: str) -> Callable[[Reward], Reward]:
     return add
 
 
+def set_reward(name: str, reward: Reward) -> None:
+    """Register a function of this process as the reward ``name``, in place of one that has the name."""
+    _REWARDS.pop(name, None)
+    register(name)(reward)
+
+
 @register("environment")
 def environment(prompt: Prompt, completion: Completion, response: str) -> float:
     """Return the environment's reward; 0.0 if the trajectory was cut before its end."""
