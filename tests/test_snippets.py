@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import runpy
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -213,10 +215,22 @@ def own_environment(block: Block, folder: Path) -> None:
     assert said["so"] == Observation(text=" a number, please: ", failed=True)
 
 
+def run_from_python(block: Block, folder: Path) -> None:
+    """Up to the training, which test_program.py does."""
+    assert main(["init", str(folder / "task")]) == 0
+    os.chdir(folder / "task")
+    with mock.patch("megatron_fspo.trainer.program.Trainer.train", return_value=Path("runs/brief")) as train:
+        names: dict[str, Any] = {}
+        exec(block.text, names)
+    assert train.called and names["trainer"].config.rollout.prompts == 2
+    assert names["trainer"].config.data.train.read_text().count("\n") == 2
+
+
 PYTHON: dict[str, list[Callable[[Block, Path], None]]] = {
     "README.md": [library],
     "docs/adding_a_model.md": [part_of_the_table],
     "docs/choosing_c.md": [calibrated],
+    "docs/own_task.md": [run_from_python],
     "docs/rewards.md": [own_rewards, gym],
     "docs/trajectories.md": [own_environment],
     "examples/in_tinker/README.md": [names_of_the_adapter],
