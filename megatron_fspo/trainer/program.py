@@ -45,16 +45,14 @@ class Trainer:
         prompts: Iterable[Mapping[str, Any]] | None = None,
         **sections: Mapping[str, Any],
     ) -> None:
-        layers: list[Path | Mapping[str, Any]] = [
-            config if isinstance(config, Mapping) else Path(config),
-            sections,
-        ]
+        changes = {section: dict(keys) for section, keys in sections.items()}
         if reward is not None:
-            layers.append({"reward": _register(reward)})
+            changes["reward"] = _register(reward)
         rows = None if prompts is None else "".join(f"{json.dumps(dict(row))}\n" for row in prompts)
         if rows is not None:
-            layers.append({"data": {"train": "prompts.jsonl"}})
-        self.config = load_config(layers)
+            changes.setdefault("data", {})["train"] = "prompts.jsonl"
+        first = config if isinstance(config, Mapping) else Path(config)
+        self.config = load_config([first, changes] if changes else first)
         """The checked :class:`~megatron_fspo.config.Config`."""
         if rows is not None:
             # Beside the run's folder, which a new run must not have.
