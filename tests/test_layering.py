@@ -82,6 +82,7 @@ THIRD_PARTY = {
         "markupsafe",
         "msgspec",
         "tomli_w",
+        "huggingface_hub",
     },
     "command line": {"torch", "tqdm", "psutil", "safetensors", "transformers"},
 }

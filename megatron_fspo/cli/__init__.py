@@ -39,6 +39,7 @@ COMMANDS = {
     "serve": ("tools", "run vLLM servers for rollouts"),
     "status": ("tools", "show what a run is doing, rank by rank"),
     "report": ("lab", "write the report of a run, or of several compared"),
+    "push": ("lab", "upload the model of a run, with a card"),
     "doctor": ("tools", "show what is installed, what a run would use, and what is missing"),
 }
 """Command → its module in this package, and its line in the list of commands."""

@@ -246,3 +246,26 @@ def report(args: argparse.Namespace, _: list[str]) -> int:
 
         print(write_report(args.folder))
     return 0
+
+
+@command(
+    argument("folder", "the run's folder, such as runs/demo", Path),
+    argument("repo NAME", "where to: a name on the Hugging Face Hub, org/name"),
+    argument("--dry-run", "print the card and the files, and upload nothing"),
+)
+def push(args: argparse.Namespace, _: list[str]) -> int:
+    """Upload the exported model of a run to the Hugging Face Hub, as a private repository, with a model card
+    of its data, loss, layout, and accuracy with intervals.
+
+    What it would send:       megatron-fspo push runs/demo my-org/my-model --dry-run
+
+    Needs a token: `hf auth login` or HF_TOKEN.
+    """
+    from megatron_fspo.lab.report.card import contents, model_card, push
+
+    if args.dry_run:
+        print(model_card(args.folder))
+        print("\n".join(contents(args.folder)))
+    else:
+        print(push(args.folder, args.repo))
+    return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+TOKEN = "hf_token"
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -19,8 +21,11 @@ def digest(path: Path) -> str:
 
 
 @contextmanager
-def hub(models: dict[str, Path], datasets: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
-    """Serve repositories, each a folder; yields the address and the list of requests, which grows."""
+def hub(
+    models: dict[str, Path], datasets: dict[str, Path], written: dict[str, bytes] | None = None
+) -> Iterator[tuple[str, list[str]]]:
+    """Serve repositories, each a folder; yields the address and the list of requests, which grows. Files of
+    commits go to ``written``."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -29,6 +34,29 @@ def hub(models: dict[str, Path], datasets: dict[str, Path]) -> Iterator[tuple[st
 
         def do_GET(self) -> None:
             self.answer()
+
+        def do_POST(self) -> None:
+            """What an upload of small files asks."""
+            asked.append(f"{self.command} {self.path}")
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+                self.reply(401, b"{}")
+            elif self.path == "/api/repos/create":
+                repo = json.loads(body)
+                url = f"http://{self.headers['Host']}/{repo['organization']}/{repo['name']}"
+                self.reply(200, json.dumps({"url": url}).encode())
+            elif self.path == "/api/validate-yaml":
+                self.reply(200, json.dumps({"errors": [], "warnings": []}).encode())
+            elif "/preupload/" in self.path:
+                how = {"uploadMode": "regular", "shouldIgnore": False}
+                modes = [{"path": file["path"], **how} for file in json.loads(body)["files"]]
+                self.reply(200, json.dumps({"files": modes}).encode())
+            else:
+                for line in map(json.loads, body.splitlines()):
+                    if line["key"] == "file" and written is not None:
+                        written[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                url = f"http://{self.headers['Host']}/org/mine/commit/{SHA}"
+                self.reply(200, json.dumps({"commitUrl": url, "commitOid": SHA}).encode())
 
         def answer(self) -> None:
             asked.append(f"{self.command} {self.path}")
@@ -65,7 +93,7 @@ def hub(models: dict[str, Path], datasets: dict[str, Path]) -> Iterator[tuple[st
             for name, value in {"Content-Length": str(len(body)), **headers}.items():
                 self.send_header(name, value)
             self.end_headers()
-            if self.command == "GET":
+            if self.command != "HEAD":
                 self.wfile.write(body)
 
         def log_message(self, *_: object) -> None: ...
