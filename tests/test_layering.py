@@ -67,7 +67,7 @@ THIRD_PARTY = {
     "job": {"torch", "anyio", "httpx"},
     "mcore": {"torch", "megatron", "transformer_engine"},
     "rollout": {"torch", "safetensors", "httpx", "msgspec", "vllm"},
-    "record": {"pyarrow", "torch", "tqdm", "wandb"},
+    "record": {"pyarrow", "torch", "tqdm", "wandb", "mlflow"},
     "trainer": {"torch", "pydantic", "tqdm"},
     "plugin": set(),
     "verify": {"torch", "transformers"},

@@ -53,19 +53,12 @@ class Surrogate:
     """bool: S, A, objective or weight is not finite (exp may overflow); objective and weight are then 0."""
 
     def loss(self, log_ratio_sum: Tensor, total: int | None = None) -> Tensor:
-        """Return −Σ_i weight_i·S_i / ``total``, whose gradient is that of −Σ J_i / ``total``.
-
-        Args:
-            log_ratio_sum: S [N], not detached.
-            total: sequences of the optimizer step over all ranks and micro-batches; default N.
-
-        Warns if sequences are not finite: their weight is 0. Waits for the device.
-        """
-        if count := int(self.nonfinite.sum()):
-            warnings.warn(f"{count} of {len(self.weight)} sequences are not finite: weight 0", stacklevel=2)
-        # 0 · NaN would be NaN.
-        terms = torch.where(self.weight != 0, self.weight * log_ratio_sum, 0.0)
-        return -terms.sum() / (len(self.weight) if total is None else total)
+        """Return −Σ weight_i·S_i / ``total``, the sequences of the optimizer step over all ranks (default N),
+        for S [N] that is not detached. Warns of sequences that are not finite. Waits for the device."""
+        if bad := int(self.nonfinite.sum()):
+            warnings.warn(f"{bad} of {len(self.weight)} sequences are not finite: weight 0", stacklevel=2)
+        terms = torch.where(self.weight != 0, self.weight * log_ratio_sum, 0.0)  # 0 · NaN would be NaN
+        return -terms.sum() / (total or len(self.weight))
 
     @property
     def clipped(self) -> Tensor:
@@ -106,9 +99,6 @@ def sequence_surrogate(
     Over thousands of tokens, exp(s) spreads so widely that few sequences carry the gradient. A ``temper``
     b > 0 changes the weight to scale·exp(s/L^b)·A, and exp(s) in J to the integral L^b·exp(s/L^b) − L^b + 1.
     Clip decisions and the gradient at S = 0 stay the same.
-
-    For a token-level objective, pass tokens as sequences with L = 1. A non-finite token is then flagged
-    alone; the caller decides whether to drop its sequence.
 
     Args:
         log_ratio_sum: S [N] in nats, float32 or float64; the result has the same dtype. Detached here.
