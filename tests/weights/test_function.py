@@ -16,7 +16,7 @@ from launch import REPO
 from megatron_fspo.config.sections import LoRA
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.state.checkpoint import _check_function
-from megatron_fspo.weights import Adapters, Architecture, hf_config, read_architecture
+from megatron_fspo.weights import Adapters, Architecture, config_file, read_architecture
 from megatron_fspo.weights.architecture import Experts, LatentAttention, Yarn
 from megatron_fspo.weights.hf_config import NEUTRAL_KEYS, SUPPORTED
 
@@ -35,6 +35,7 @@ WHOLE = replace(
         mscale_all_dim=1.0,
     ),
     window=32,
+    layer_types=("window", "full"),
     attention_scale=0.5,
 )
 PARTS = ("experts", "adapters", "latent", "yarn")
@@ -105,6 +106,6 @@ def test_every_key_of_a_family_is_honoured_refused_or_neutral(
         written["head_dim"] = 8
     written["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
     (tmp_path / "config.json").write_text(json.dumps({**written, "sliding_window": None}, default=str))
-    monkeypatch.setattr(hf_config, "json", SimpleNamespace(loads=lambda text: Spy(json.loads(text))))
+    monkeypatch.setattr(config_file, "json", SimpleNamespace(loads=lambda text: Spy(json.loads(text))))
     read_architecture(tmp_path)
     assert written.keys() - read - NEUTRAL_KEYS == set()

@@ -36,7 +36,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from megatron_fspo.mcore.machine.backend import Backend
-from megatron_fspo.mcore.model.packed_attention import packed_attention
+from megatron_fspo.mcore.model.packed_attention import layer_window, packed_attention
 from megatron_fspo.packing.zigzag import gathered_positions, local_positions
 from megatron_fspo.weights import Architecture, has_parameter
 
@@ -46,12 +46,20 @@ if importlib.util.find_spec("transformer_engine") is None:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm whose gradient Megatron sums over tensor-parallel ranks under sequence parallelism."""
+    """RMSNorm whose gradient Megatron sums over tensor-parallel ranks under sequence parallelism. It
+    multiplies by its weight, or by 1 + weight (Gemma)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         # finalize_model_grads reads this attribute; each rank sees only its slice of the tokens.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._zero_centered = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self._zero_centered:
+            return super().forward(x)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return F.rms_norm(wide, self.normalized_shape, 1 + self.weight.to(wide.dtype), self.eps).to(x.dtype)
 
 
 class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
@@ -75,7 +83,7 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
     ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
-        self._window = config.window_size and config.window_size[0] + 1
+        self._window = layer_window(config, layer_number)
         assert pg_collection is not None
         self._cp = pg_collection.cp
 

@@ -55,6 +55,8 @@ def transformer_config(
         add_qkv_bias=has_parameter(arch, "self_attention.linear_qkv.bias"),
         softmax_scale=arch.attention_scale,
         window_size=None if arch.window is None else (arch.window - 1, 0),
+        window_attn_skip_freq=[int(arch.layer_type(n) == "window") for n in range(arch.num_layers)],
+        layernorm_zero_centered_gamma=arch.zero_centered_norms,
         rotary_interleaved=arch.rotary_interleaved,
         gated_linear_unit=True,
         activation_func=F.silu,
