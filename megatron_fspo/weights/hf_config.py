@@ -120,12 +120,11 @@ def _refuse_unsupported(config: ConfigFile, family: str) -> None:
 
 def _layer_types(config: ConfigFile, family: str) -> tuple[LayerType, ...]:
     """Read what each layer attends to; empty where all are alike."""
-    given = config.optional("layer_types")
-    if given is None:
+    if config.optional("layer_types") is None:
         return ()
     whole = "sliding_attention" if _has_window(config, family) else "full_attention"
     legal = _MIXED.get(family, (whole,))
-    kinds = given if isinstance(given, list) else [given]
+    kinds = config.required("layer_types", list)
     if other := [kind for kind in kinds if kind not in legal]:
         raise config.error("layer_types", f"has {other[0]!r:.50}; {family} may have {' or '.join(legal)}")
     if family not in _MIXED:
