@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from megatron_fspo.verify.reference import Routers, plain_name
 from megatron_fspo.weights import Architecture
 
+_LAYERS = {"full": "full_attention", "window": "sliding_attention"}
 _CASTS = ("to", "type", "softmax", "sum")
 
 
@@ -108,7 +109,8 @@ class _Wide(TorchFunctionMode):
 
 def hf_config(arch: Architecture) -> dict[str, Any]:
     """Return a ``config.json`` that ``read_architecture`` reads as ``arch``."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": arch.rope_theta}
+    plain: dict[str, Any] = {"rope_type": "default", "rope_theta": arch.rope_theta}
+    rope = plain.copy()
     if arch.rotary_share != 1:
         rope["partial_rotary_factor"] = arch.rotary_share
     if arch.rope_factor is not None:
@@ -117,6 +119,12 @@ def hf_config(arch: Architecture) -> dict[str, Any]:
     if arch.yarn is not None:
         rope |= {"rope_type": "yarn", **vars(arch.yarn)}
         rope["factor"] = rope.pop("rotary_scaling_factor")
+    if arch.rope_divisor != 1:
+        rope |= {"rope_type": "linear", "factor": arch.rope_divisor}
+    if arch.model_type in ("gemma3_text", "olmo3"):
+        rope = {name: value for name, value in rope.items() if not name.startswith("mscale")}
+        window = plain | {"rope_theta": arch.window_rope_theta or arch.rope_theta}
+        rope = {"full_attention": rope, "sliding_attention": window}
     # fmt: off
     config: dict[str, Any] = {
         "model_type": arch.model_type, "dtype": "float32", "hidden_act": "silu", "pad_token_id": None,
@@ -126,6 +134,10 @@ def hf_config(arch: Architecture) -> dict[str, Any]:
         "tie_word_embeddings": arch.tied, "rope_parameters": rope,
         "max_position_embeddings": arch.max_position_embeddings,
         # Families without these keys ignore them.
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": round((arch.attention_scale or 1.0) ** -2),
+        **({"layer_types": [_LAYERS[arch.layer_type(n)] for n in range(arch.num_layers)]}
+           if arch.layer_types else {}),
         "sliding_window": arch.window, "qkv_bias": arch.qkv_bias,
         "attention_bias": arch.qkv_bias and arch.model_type != "qwen2_moe",
         "use_qk_norm": arch.qk_norm, "attention_multiplier": arch.attention_scale or 1.0,

@@ -108,6 +108,10 @@ class Architecture:
     rope_theta: float
     rope_factor: float | None = None
     """Factor of Llama 3's scaled RoPE, which stretches long wavelengths; None: RoPE is not scaled."""
+    rope_divisor: float = 1.0
+    """Positions are divided by it before RoPE."""
+    window_rope_theta: float | None = None
+    """Base of RoPE in layers with a window, where it is not scaled; None: their RoPE is that of the others."""
     yarn: Yarn | None = None
     rotary_share: float = 1.0
     """Share of a head's values that are rotated: the first."""
@@ -120,6 +124,8 @@ class Architecture:
     empty: all layers have the window, if there is one."""
     zero_centered_norms: bool = False
     """Norms multiply by 1 + weight."""
+    gelu: bool = False
+    """The gate of the MLP is GELU in its tanh form, not SiLU."""
     attention_scale: float | None = None
     """Factor of query · key; None: 1 / √head_dim."""
     embedding_scale: float = 1.0
@@ -152,6 +158,17 @@ class Architecture:
                 flat |= {f"{name}.{key}".rstrip("."): value for key, value in inner.items()}
         result: dict[str, Any] = json.loads(json.dumps(flat))
         return result
+
+    @property
+    def projection_norms(self) -> bool:
+        """Norms of query and key are over all heads together."""
+        return self.model_type in ("olmo2", "olmo3")
+
+    def embedding_factor(self, dtype: torch.dtype) -> float:
+        """Return the factor of embeddings of this dtype, to which transformers rounds that of Gemma."""
+        if not self.model_type.startswith("gemma"):
+            return self.embedding_scale
+        return torch.tensor(self.hidden_size**0.5).to(dtype).item()
 
     @property
     def lora_rank(self) -> int:

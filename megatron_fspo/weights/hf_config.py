@@ -14,16 +14,24 @@ import torch
 
 from megatron_fspo.weights.architecture import Architecture, Experts, LatentAttention, LayerType
 from megatron_fspo.weights.config_file import ConfigFile
-from megatron_fspo.weights.rope import rope_factor, rope_theta, rotary_share, yarn
+from megatron_fspo.weights.rope import (
+    rope_divisor,
+    rope_factor,
+    rope_theta,
+    rotary_share,
+    window_rope_theta,
+    yarn,
+)
 
 SUPPORTED = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "mistral", "phi3", "granite", "glm4", "qwen2_moe",
-    "glm4_moe", "deepseek_v3",
+    "glm4_moe", "deepseek_v3", "gemma3_text", "olmo2", "olmo3",
 )  # fmt: skip
 NEUTRAL_KEYS = frozenset(
     "_name_or_path architectures attention_dropout bos_token_id chunk_size_feed_forward embd_pdrop"
     " eos_token_id id2label initializer_range is_encoder_decoder label2id max_window_layers"
     " original_max_position_embeddings output_attentions output_hidden_states output_router_logits"
+    " cache_implementation"
     " pad_token_id pretraining_tp problem_type resid_pdrop return_dict router_aux_loss_coef"
     " router_jitter_noise transformers_version use_cache".split()
 )
@@ -34,8 +42,19 @@ _GLM = ("glm4", "glm4_moe")
 _LAYER_TYPES: dict[str, LayerType] = {
     "full_attention": "full", "sliding_attention": "window", "linear_attention": "linear"
 }  # fmt: skip
-_MIXED: dict[str, tuple[str, ...]] = {}
+_MIXED: dict[str, tuple[str, ...]] = {
+    "gemma3_text": ("sliding_attention", "full_attention"),
+    "olmo3": ("sliding_attention", "full_attention"),
+}
 """Family whose layers differ → the layers that it may have."""
+_PATTERNS = {"gemma3_text": 6, "olmo3": 4}
+"""Family → every how many layers one has no window, without the key ``layer_types``."""
+_GEMMA = {
+    "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window_pattern": 6,
+}  # fmt: skip
+"""Keys that files of Gemma 3 leave out."""
 _GRANITE = {
     "attention_scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -51,10 +70,15 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
     family = "deepseek_v3" if family == "kimi_k2" else family  # the same model with more experts
     if family not in SUPPORTED:
         raise config.error("model_type", f"is {family!r}; supported: {', '.join(SUPPORTED)}")
+    gemma = family == "gemma3_text"
+    for key, value in _GEMMA.items() if gemma else ():
+        config.values.setdefault(key, value)
     _refuse_unsupported(config, family)
     latent = _latent(config) if family == "deepseek_v3" else None
     scaled = _GRANITE if family == "granite" else {}
     factors: dict[str, Any] = {name: config.factor(key) for name, key in scaled.items()}
+    if gemma:
+        factors["attention_scale"] = config.factor("query_pre_attn_scalar") ** -0.5
     arch = Architecture(
         model_type=family,
         num_layers=config.size("num_hidden_layers", most=10_000),
@@ -68,11 +92,15 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
         rms_norm_eps=config.positive("rms_norm_eps", config.optional("rms_norm_eps")),
         rope_theta=rope_theta(config),
         rope_factor=rope_factor(config, family),
+        rope_divisor=rope_divisor(config),
+        window_rope_theta=window_rope_theta(config, family),
         yarn=yarn(config),
         rotary_share=rotary_share(config, family),
         rotary_interleaved=family == "glm4",
         window=config.size("sliding_window") if _has_window(config, family) else None,
         layer_types=_layer_types(config, family),
+        zero_centered_norms=gemma,
+        gelu=gemma,
         **factors,
         qkv_bias=(family in _GLM and config.optional("attention_bias") is True)
         or (family == "qwen2_moe" and config.optional("qkv_bias") is not False),
@@ -114,15 +142,22 @@ def _refuse_unsupported(config: ConfigFile, family: str) -> None:
     ):
         if config.optional(key) and family not in families:
             raise config.error(key, f"is true; only {legal} supported")
-    if config.required("hidden_act", str) != "silu":
-        raise config.error("hidden_act", f"is {config.values['hidden_act']!r}; only 'silu' is supported")
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if config.optional(key):
+            raise config.error(key, f"is {config.values[key]!r:.50}, which is not supported")
+    gemma = family == "gemma3_text"
+    key, only = ("hidden_activation", "gelu_pytorch_tanh") if gemma else ("hidden_act", "silu")
+    if config.required(key, str) != only:
+        raise config.error(key, f"is {config.values[key]!r}; only {only!r} is supported")
 
 
 def _layer_types(config: ConfigFile, family: str) -> tuple[LayerType, ...]:
     """Read what each layer attends to; empty where all are alike."""
     if config.optional("layer_types") is None:
-        return ()
-    whole = "sliding_attention" if _has_window(config, family) else "full_attention"
+        every, layers = _PATTERNS.get(family, 0), range(1, config.size("num_hidden_layers") + 1)
+        every = config.size("sliding_window_pattern") if family == "gemma3_text" else every
+        return tuple("window" if layer % every else "full" for layer in layers if every)
+    whole = "sliding_attention" if family not in _MIXED and _has_window(config, family) else "full_attention"
     legal = _MIXED.get(family, (whole,))
     kinds = config.required("layer_types", list)
     if other := [kind for kind in kinds if kind not in legal]:
@@ -136,6 +171,8 @@ def _layer_types(config: ConfigFile, family: str) -> tuple[LayerType, ...]:
 
 def _has_window(config: ConfigFile, family: str) -> bool:
     """Return True if tokens attend to a window. Other families have the key without using it."""
+    if family in _MIXED:
+        return "window" in _layer_types(config, family)
     return config.optional("sliding_window") is not None and family in _WITH_WINDOW
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,11 @@ from megatron_fspo.weights.config_file import ConfigFile
 
 # Megatron's scaled RoPE supports only these values, which Llama 3.1, 3.2 and 3.3 use.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_SCALED = {"deepseek_v3": "yarn", "olmo3": "yarn", "gemma3_text": "linear"}
+"""Family → the scaled RoPE that it may have; the others may have Llama 3's."""
+_THETAS = {"gemma3_text": (1e6, 1e4), "olmo3": (5e5, 5e5)}
+"""Family whose layers with a window have a RoPE of their own → base of the other layers, and of these,
+without a key."""
 _PARTIAL = {"glm4": 0.5, "glm4_moe": 0.5, "phi3": 1.0}
 """Family that may rotate a share of a head → the share without the key."""
 
@@ -22,6 +28,8 @@ def _rope(config: ConfigFile) -> tuple[str, dict[str, Any]]:
         given = config.optional(key) or {}
         if not isinstance(given, Mapping):
             raise config.error(key, f"is {given!r}; it must be an object")
+        if key == "rope_parameters" and config.values["model_type"] in _THETAS:
+            given = _of_layers(config, given, "full_attention")
         where = key if given else where
         for name, value in given.items():
             name = "rope_type" if name == "type" else name
@@ -30,9 +38,38 @@ def _rope(config: ConfigFile) -> tuple[str, dict[str, Any]]:
     return where, {"rope_type": "default"} | rope
 
 
+def _of_layers(config: ConfigFile, given: Mapping[str, Any], layers: str) -> Mapping[str, Any]:
+    """Return the part of ``rope_parameters`` for these layers."""
+    parts = {name: given.get(name) or {} for name in ("full_attention", "sliding_attention")}
+    if given.keys() - parts or not all(isinstance(part, Mapping) for part in parts.values()):
+        raise config.error("rope_parameters", f"must have an object for each of {', '.join(parts)}")
+    return parts[layers]
+
+
+def window_rope_theta(config: ConfigFile, family: str) -> float | None:
+    """Read the base of RoPE in layers with a window; None if their RoPE is that of the others."""
+    if family not in _THETAS:
+        return None
+    key = "rope_parameters"
+    own = dict(_of_layers(config, config.optional(key) or {}, "sliding_attention"))
+    theta = own.pop("rope_theta", None)
+    if own.pop("rope_type", "default") != "default" or own:
+        raise config.error(key, f"scales RoPE in layers with a window: {own!r:.50}")
+    if theta is None and family == "gemma3_text":
+        theta = config.optional("rope_local_base_freq")
+    elif theta is None and config.optional("rope_theta") not in (None, _THETAS[family][1]):
+        # Releases of transformers differ.
+        raise config.error("rope_theta", f"may be that of layers with a window or not; give it in {key}")
+    found = _THETAS[family][1] if theta is None else config.positive(key, theta)
+    same = found == rope_theta(config) and _rope(config)[1]["rope_type"] == "default"
+    return None if same else found
+
+
 def rope_theta(config: ConfigFile) -> float:
     thetas = [config.optional("rope_theta"), _rope(config)[1].get("rope_theta")]
     given = [config.positive("rope_theta", theta) for theta in thetas if theta is not None]
+    if not given and (family := config.values["model_type"]) in _THETAS:
+        return _THETAS[family][0]
     if not given:
         raise config.error("rope_theta", "is missing at the top level and in rope_parameters")
     if len(set(given)) > 1:
@@ -45,7 +82,7 @@ def rope_theta(config: ConfigFile) -> float:
 def rope_factor(config: ConfigFile, family: str) -> float | None:
     """Read the factor of Llama 3's scaled RoPE, None without; refuse kinds that the family may not have."""
     key, rope = _rope(config)
-    legal = ("default", "yarn" if family == "deepseek_v3" else "llama3")
+    legal = ("default", _SCALED.get(family, "llama3"))
     if rope["rope_type"] not in legal:
         raise config.error(
             key, f"has rope_type {rope['rope_type']!r}; {family} may have {' or '.join(legal)}"
@@ -58,15 +95,31 @@ def rope_factor(config: ConfigFile, family: str) -> float | None:
     return config.positive(f"{key}.factor", rope.get("factor"))
 
 
+def rope_divisor(config: ConfigFile) -> float:
+    """Read the factor of linear RoPE; 1 without."""
+    key, rope = _rope(config)
+    linear = rope["rope_type"] == "linear"
+    return config.positive(f"{key}.factor", rope.get("factor")) if linear else 1.0
+
+
 def yarn(config: ConfigFile) -> Yarn | None:
     key, rope = _rope(config)
     if rope["rope_type"] != "yarn":
         return None
-    if rope.get("attention_factor") is not None or rope.get("truncate") is False:
-        raise config.error(key, "has attention_factor or truncate, which is not supported")
-    longest = "original_max_position_embeddings"
-    names = (longest, "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    longest, factors = "original_max_position_embeddings", ("mscale", "mscale_all_dim")
+    names = (longest, "factor", "beta_fast", "beta_slow", *factors)
+    usual = None
+    if config.values["model_type"] in _THETAS:
+        if {*factors} & rope.keys():
+            raise config.error(key, "has mscale or mscale_all_dim, which is not supported here")
+        rope = {"beta_fast": 32, "beta_slow": 1} | rope
+        names = names[:-2]
     values = {name: config.positive(f"{key}.{name}", rope.get(name)) for name in names}
+    if len(names) == 4:
+        usual = 0.1 * math.log(max(values["factor"], 1)) + 1
+        values |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+    if rope.get("attention_factor") not in (None, usual) or rope.get("truncate") is False:
+        raise config.error(key, "has attention_factor or truncate, which is not supported")
     numbers = {longest: int(values.pop(longest)), "rotary_scaling_factor": values.pop("factor")}
     return Yarn(**numbers, **values)  # type: ignore[arg-type]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from backend import ENGINE, fitting, supported
 from megatron_fspo.config import Parallel
 
 VOCAB = 1237  # a prime: every tensor-parallel size pads
-DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "granite", "glm4")
+DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "granite", "glm4", "gemma3", "olmo2", "olmo3")
 EXPERTS = ("moe_normalised", "moe_raw", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight")
 FAMILIES = (*DENSE, *EXPERTS)
-FEWER = ("mistral", "phi3", "granite", "qwen2_moe", "glm4_moe", "moonlight")
+FEWER = ("mistral", "phi3", "granite", "qwen2_moe", "glm4_moe", "moonlight", "gemma3", "olmo2")
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -70,6 +71,12 @@ _YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 0.7,
 }
+_OLMO3 = {
+    **{"rope_type": "yarn", "rope_theta": 500_000.0, "factor": 8.0},
+    **{"original_max_position_embeddings": 32, "attention_factor": 0.1 * math.log(8) + 1},
+}
+_OLMO3_WINDOW = {"rope_type": "default", "rope_theta": 500_000.0}
+_MIXED = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"] * 2}
 # Family → transformers' name of it, whether the head is the embedding, and sizes of its own.
 _OWN: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "llama": ("llama", False, {"head_dim": 16, "rope_parameters": _LLAMA3}),
@@ -99,6 +106,25 @@ _OWN: dict[str, tuple[str, bool, dict[str, Any]]] = {
             "attention_bias": True,
             "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
         },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        True,
+        {
+            **_MIXED,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": _ROPE,
+            },
+        },
+    ),
+    "olmo2": ("olmo2", False, {}),
+    "olmo3": (
+        "olmo3",
+        False,
+        {**_MIXED, "rope_parameters": {"full_attention": _OLMO3, "sliding_attention": _OLMO3_WINDOW}},
     ),
     "deepseek_v3": ("deepseek_v3", False, {**_LATENT, "rope_parameters": _YARN}),
     "moonlight": ("deepseek_v3", False, {**_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
@@ -206,7 +232,7 @@ def write_checkpoint(family: str, folder: Path) -> None:
         biases = [buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
         for parameter in (*model.parameters(), *biases):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 and family != "gemma3":  # whose norms multiply by 1 + weight
                 parameter.add_(1.0)
     model.float().save_pretrained(folder)
 

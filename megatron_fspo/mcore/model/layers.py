@@ -37,6 +37,7 @@ from torch import Tensor
 
 from megatron_fspo.mcore.machine.backend import Backend
 from megatron_fspo.mcore.model.packed_attention import layer_window, packed_attention
+from megatron_fspo.mcore.model.self_attention import OwnSelfAttention
 from megatron_fspo.packing.zigzag import gathered_positions, local_positions
 from megatron_fspo.weights import Architecture, has_parameter
 
@@ -215,6 +216,18 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=[kinds[count] for count in experts], layer_norm=norm)
 
 
+def _remove_norms(backend: Backend, layer: ModuleSpec) -> None:
+    """Take the norms before attention and MLP out of a spec."""
+    if backend.layers != "transformer_engine":
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
+        return
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+    mlp = layer.submodules.mlp  # a function in megatron-core 0.19
+    inside = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+    inside.linear_fc1 = layer.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+
+
 def _layer_spec(
     backend: Backend, config: TransformerConfig, num_experts: int | None, arch: Architecture | None
 ) -> ModuleSpec:
@@ -254,6 +267,12 @@ def _layer_spec(
         attention.core_attention = SDPACoreAttention
     if latent:
         layer.submodules.self_attention.module = LatentSelfAttention
+    if arch is not None and (arch.projection_norms or arch.window_rope_theta is not None):
+        params = layer.submodules.self_attention.params | {"arch": arch}
+        layer.submodules.self_attention.module = OwnSelfAttention
+        layer.submodules.self_attention.params = params
+    if arch is not None and not has_parameter(arch, "input_layernorm.weight"):
+        _remove_norms(backend, layer)
     for place in ("self_attn_bda", "mlp_bda"):
         normed = arch is not None and has_parameter(arch, f"{place}.norm.weight")
         if (scale := arch.residual_scale if arch else 1.0) != 1 or normed:

@@ -1,0 +1,128 @@
+"""Megatron's attention with norms and RoPE that its configuration lacks: norms over all heads (OLMo), and a
+RoPE for layers with a window (Gemma 3).
+
+Shapes: t tokens, h heads of query or key on this rank, d head size.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    YarnRotaryEmbedding,
+    _yarn_get_concentration_factor_from_config,
+)
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from megatron_fspo.weights import Architecture
+
+
+class _Normed(torch.autograd.Function):
+    """RMS norm over the last two dimensions on all ranks of a group: x [..., h, d] · weight [h·d]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, size: int, group: dist.ProcessGroup
+    ) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = over_ranks(wide.square().sum((-2, -1), keepdim=True), group)
+        scale = torch.rsqrt(squares / size + eps)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.size, ctx.group = size, group
+        return (wide * scale * weight.view(x.shape[-2:])).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        unit = x * scale
+        grad = grads[0].to(unit.dtype)
+        inner = grad * weight.view(x.shape[-2:])
+        mean = over_ranks((inner * unit).sum((-2, -1), keepdim=True), ctx.group) / ctx.size
+        slope = (grad * unit).flatten(-2).flatten(0, -2).sum(0)
+        return (scale * (inner - unit * mean)).to(x.dtype), slope.to(weight.dtype), None, None, None
+
+
+def over_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum over the ranks of a group, in place."""
+    if group.size() > 1:
+        dist.all_reduce(values, group=group)
+    return values
+
+
+class ProjectionNorm(Module):
+    """RMS norm over all heads of query or key; each tensor-parallel rank has the weights of its heads."""
+
+    def __init__(self, config: TransformerConfig, size: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.ones(size // group.size(), dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.weight, group.size() > 1, 0, 1)
+        self._eps, self._size, self._group = config.layernorm_epsilon, size, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the norm of x [..., h, d]."""
+        out: Tensor = _Normed.apply(x, self.weight, self._eps, self._size, self._group)  # type: ignore[no-untyped-call]
+        return out
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Describe the shard for Megatron's checkpoints."""
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            {"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets
+        )
+        return found
+
+
+class OwnSelfAttention(SelfAttention):  # type: ignore[misc, unused-ignore]
+    """Attention of a layer. It replaces Megatron's norms, whose gradients Megatron sums over tensor-parallel
+    ranks, after building; and it takes its part of :class:`TwoRopes`."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, arch: Architecture, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        if arch.projection_norms:
+            self.q_layernorm = ProjectionNorm(config, arch.q_size, self.pg_collection.tp)
+            self.k_layernorm = ProjectionNorm(config, arch.kv_size, self.pg_collection.tp)
+        windowed = arch.layer_type(self.layer_number - 1) == "window"
+        self._angles = slice(None)
+        if arch.window_rope_theta is not None:
+            self._angles = slice(arch.head_dim, None) if windowed else slice(arch.head_dim)
+        if arch.yarn is not None and not windowed:
+            # The factor of angles. megatron-core 0.16 reads it in each pass, 0.19 has done so already.
+            self.config = copy.copy(config)
+            for name, value in vars(arch.yarn).items():
+                setattr(self.config, f"yarn_{name}", value)
+            self._yarn_concentration_factor = _yarn_get_concentration_factor_from_config(self.config)
+
+    def forward(self, *args: Any, rotary_pos_emb: Tensor, **options: Any) -> Any:
+        """Attend with this layer's angles; see Megatron's class."""
+        return super().forward(
+            *args, rotary_pos_emb=rotary_pos_emb[..., self._angles].contiguous(), **options
+        )
+
+
+class TwoRopes(Module):
+    """RoPE's angles of layers without a window, then those of layers with one: [positions, 1, 1, 2·d]."""
+
+    def __init__(self, arch: Architecture, whole: RotaryEmbedding) -> None:
+        super().__init__()
+        assert arch.window_rope_theta is not None
+        if arch.yarn is not None:
+            yarn = {name.removeprefix("rotary_"): value for name, value in vars(arch.yarn).items()}
+            whole = YarnRotaryEmbedding(arch.head_dim, rotary_base=arch.rope_theta, **yarn)
+        self._whole, self._window = whole, RotaryEmbedding(arch.head_dim, 1.0, rotary_base=arch.window_rope_theta)
+        self.get_rotary_seq_len = whole.get_rotary_seq_len
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        """Compute the angles; arguments are those of Megatron's classes."""
+        whole = self._whole(*args, **options)
+        whole = whole[0] if isinstance(whole, tuple) else whole  # YaRN's factor is that of a layer
+        return torch.cat([whole, self._window(*args, **options)], -1)
