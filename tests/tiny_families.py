@@ -11,7 +11,19 @@ import torch
 import families
 from launch import REPO
 
-NEW = ("mistral", "phi3", "granite", "glm4", "gemma3", "olmo2", "olmo3", "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight")
+NEW = (
+    "mistral",
+    "phi3",
+    "granite",
+    "glm4",
+    "gemma3",
+    "olmo2",
+    "olmo3",
+    "qwen2_moe",
+    "glm4_moe",
+    "deepseek_v3",
+    "moonlight",
+)
 LETTERS = REPO / "examples/make_sum/checkpoint"
 _SIZES = {
     "vocab_size": 14,
@@ -36,7 +48,9 @@ def write(family: str, folder: Path, **changes: Any) -> Path:
     if family in ("mistral", "gemma3", "olmo3"):
         sizes["sliding_window"] = 12
     if family in ("gemma3", "olmo3"):
-        sizes["layer_types"] = ["sliding_attention", "full_attention"] * (changes.get("num_hidden_layers", 2) // 2)
+        sizes["layer_types"] = ["sliding_attention", "full_attention"] * (
+            changes.get("num_hidden_layers", 2) // 2
+        )
     torch.manual_seed(len(family))
     model = AutoModelForCausalLM.from_config(families.config(family, **sizes | changes))
     with torch.no_grad():

@@ -111,7 +111,7 @@ class Architecture:
     rope_divisor: float = 1.0
     """Positions are divided by it before RoPE."""
     window_rope_theta: float | None = None
-    """Base of RoPE in layers with a window, where it is not scaled; None: their RoPE is that of the others."""
+    """Base of RoPE in layers with a window, where it is not scaled; None: that of all layers."""
     yarn: Yarn | None = None
     rotary_share: float = 1.0
     """Share of a head's values that are rotated: the first."""

@@ -31,7 +31,7 @@ NEUTRAL_KEYS = frozenset(
     "_name_or_path architectures attention_dropout bos_token_id chunk_size_feed_forward embd_pdrop"
     " eos_token_id id2label initializer_range is_encoder_decoder label2id max_window_layers"
     " original_max_position_embeddings output_attentions output_hidden_states output_router_logits"
-    " cache_implementation"
+    " cache_implementation _sliding_window_pattern"
     " pad_token_id pretraining_tp problem_type resid_pdrop return_dict router_aux_loss_coef"
     " router_jitter_noise transformers_version use_cache".split()
 )

@@ -106,19 +106,17 @@ def yarn(config: ConfigFile) -> Yarn | None:
     key, rope = _rope(config)
     if rope["rope_type"] != "yarn":
         return None
-    longest, factors = "original_max_position_embeddings", ("mscale", "mscale_all_dim")
-    names = (longest, "factor", "beta_fast", "beta_slow", *factors)
-    usual = None
+    longest, factors = "original_max_position_embeddings", ["mscale", "mscale_all_dim"]
+    usual: dict[str, float] = {}
     if config.values["model_type"] in _THETAS:
         if {*factors} & rope.keys():
             raise config.error(key, "has mscale or mscale_all_dim, which is not supported here")
+        usual, factors = {"mscale": 1.0, "mscale_all_dim": 0.0}, []
         rope = {"beta_fast": 32, "beta_slow": 1} | rope
-        names = names[:-2]
-    values = {name: config.positive(f"{key}.{name}", rope.get(name)) for name in names}
-    if len(names) == 4:
-        usual = 0.1 * math.log(max(values["factor"], 1)) + 1
-        values |= {"mscale": 1.0, "mscale_all_dim": 0.0}
-    if rope.get("attention_factor") not in (None, usual) or rope.get("truncate") is False:
+    names = (longest, "factor", "beta_fast", "beta_slow", *factors)
+    values = {name: config.positive(f"{key}.{name}", rope.get(name)) for name in names} | usual
+    known = 0.1 * math.log(max(values["factor"], 1)) + 1 if usual else None
+    if rope.get("attention_factor") not in (None, known) or rope.get("truncate") is False:
         raise config.error(key, "has attention_factor or truncate, which is not supported")
     numbers = {longest: int(values.pop(longest)), "rotary_scaling_factor": values.pop("factor")}
     return Yarn(**numbers, **values)  # type: ignore[arg-type]

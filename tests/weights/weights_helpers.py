@@ -60,6 +60,9 @@ _OWN: dict[str, dict] = {
     "phi3": {"hidden_size": 32, "pad_token_id": 0},
     "granite": {"hidden_size": 32, "residual_multiplier": 0.5},
     "glm4": {"hidden_size": 32, "head_dim": 8, "pad_token_id": 0},
+    "gemma3_text": {"hidden_size": 32, "head_dim": 8, "sliding_window": 16},
+    "olmo2": {"hidden_size": 32},
+    "olmo3": {"hidden_size": 32, "sliding_window": 16},
     "qwen2_moe": {
         "hidden_size": 32, "num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 10,
         "shared_expert_intermediate_size": 12,

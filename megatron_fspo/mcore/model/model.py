@@ -27,8 +27,8 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.machine.backend import Backend
 from megatron_fspo.mcore.machine.sizes import padded_vocab_size
 from megatron_fspo.mcore.model.layers import block_spec
-from megatron_fspo.mcore.model.self_attention import TwoRopes
 from megatron_fspo.mcore.model.router import install_routers
+from megatron_fspo.mcore.model.self_attention import TwoRopes
 from megatron_fspo.weights import Architecture, has_parameter
 
 

@@ -118,7 +118,10 @@ class TwoRopes(Module):
         if arch.yarn is not None:
             yarn = {name.removeprefix("rotary_"): value for name, value in vars(arch.yarn).items()}
             whole = YarnRotaryEmbedding(arch.head_dim, rotary_base=arch.rope_theta, **yarn)
-        self._whole, self._window = whole, RotaryEmbedding(arch.head_dim, 1.0, rotary_base=arch.window_rope_theta)
+        self._whole, self._window = (
+            whole,
+            RotaryEmbedding(arch.head_dim, 1.0, rotary_base=arch.window_rope_theta),
+        )
         self.get_rotary_seq_len = whole.get_rotary_seq_len
 
     def forward(self, *args: Any, **options: Any) -> Tensor:
