@@ -94,7 +94,7 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
         rope_factor=rope_factor(config, family),
         rope_divisor=rope_divisor(config),
         window_rope_theta=window_rope_theta(config, family),
-        yarn=yarn(config),
+        yarn=yarn(config, family),
         rotary_share=rotary_share(config, family),
         rotary_interleaved=family == "glm4",
         window=config.size("sliding_window") if _has_window(config, family) else None,

@@ -11,6 +11,8 @@ from megatron_fspo.weights.config_file import ConfigFile
 
 # Megatron's scaled RoPE supports only these values, which Llama 3.1, 3.2 and 3.3 use.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+"""What transformers takes for a key without a value, which latent attention must have."""
 _SCALED = {"deepseek_v3": "yarn", "olmo3": "yarn", "gemma3_text": "linear"}
 """Family → the scaled RoPE that it may have; the others may have Llama 3's."""
 _THETAS = {"gemma3_text": (1e6, 1e4), "olmo3": (5e5, 5e5)}
@@ -102,24 +104,25 @@ def rope_divisor(config: ConfigFile) -> float:
     return config.positive(f"{key}.factor", rope.get("factor")) if linear else 1.0
 
 
-def yarn(config: ConfigFile) -> Yarn | None:
+def yarn(config: ConfigFile, family: str) -> Yarn | None:
     key, rope = _rope(config)
     if rope["rope_type"] != "yarn":
         return None
-    longest, factors = "original_max_position_embeddings", ["mscale", "mscale_all_dim"]
-    usual: dict[str, float] = {}
-    if config.values["model_type"] in _THETAS:
-        if {*factors} & rope.keys():
-            raise config.error(key, "has mscale or mscale_all_dim, which is not supported here")
-        usual, factors = {"mscale": 1.0, "mscale_all_dim": 0.0}, []
-        rope = {"beta_fast": 32, "beta_slow": 1} | rope
-    names = (longest, "factor", "beta_fast", "beta_slow", *factors)
-    values = {name: config.positive(f"{key}.{name}", rope.get(name)) for name in names} | usual
-    known = 0.1 * math.log(max(values["factor"], 1)) + 1 if usual else None
-    if rope.get("attention_factor") not in (None, known) or rope.get("truncate") is False:
+    latent, longest = family == "deepseek_v3", "original_max_position_embeddings"
+    names = [name for name in _YARN if latent or rope.get(name)]
+    numbers = _YARN | {name: config.positive(f"{key}.{name}", rope.get(name)) for name in names}
+    if not {"mscale", "mscale_all_dim"} <= {*names}:  # one without the other has no effect
+        numbers |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+    factor = config.positive(f"{key}.factor", rope.get("factor"))
+    one, other = (0.1 * numbers[name] * math.log(max(factor, 1)) + 1 for name in ("mscale", "mscale_all_dim"))
+    usual = None if latent else one / other
+    if rope.get("attention_factor") not in (None, usual) or rope.get("truncate") is False:
         raise config.error(key, "has attention_factor or truncate, which is not supported")
-    numbers = {longest: int(values.pop(longest)), "rotary_scaling_factor": values.pop("factor")}
-    return Yarn(**numbers, **values)  # type: ignore[arg-type]
+    return Yarn(
+        rotary_scaling_factor=factor,
+        original_max_position_embeddings=int(config.positive(f"{key}.{longest}", rope.get(longest))),
+        **numbers,
+    )
 
 
 def rotary_share(config: ConfigFile, family: str) -> float:

@@ -185,10 +185,12 @@ class ResidualAdd(torch.nn.Module):
     """Adds what attention or MLP return to the residual stream: after a norm (GLM-4), or times a factor
     (Granite). In the place of Megatron's ``get_bias_dropout_add``."""
 
-    def __init__(self, config: TransformerConfig, scale: float, normed: bool) -> None:
+    def __init__(self, config: TransformerConfig, scale: float, norm: type[torch.nn.Module] | None) -> None:
         super().__init__()
         self._scale = scale
-        self.norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon) if normed else None
+        self.norm: Callable[[Tensor], Tensor] | None = None
+        if norm is not None:
+            self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
         return self._add
@@ -208,12 +210,18 @@ def block_spec(
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     experts = [config.num_moe_experts if pattern == 1 or pattern[n] else None for n in numbers]
     kinds = {count: _layer_spec(backend, config, count, arch) for count in {*experts}}
-    norm: type[torch.nn.Module] = RMSNorm
-    if backend.layers == "transformer_engine":
-        from megatron.core.extensions.transformer_engine import TENorm
+    layers = [kinds[count] for count in experts]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_norm(backend))
 
-        norm = TENorm
-    return TransformerBlockSubmodules(layer_specs=[kinds[count] for count in experts], layer_norm=norm)
+
+def _norm(backend: Backend) -> type[torch.nn.Module]:
+    """Return the class of norms that are no part of a linear layer."""
+    if backend.layers != "transformer_engine":
+        return RMSNorm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    norm: type[torch.nn.Module] = TENorm
+    return norm
 
 
 def _remove_norms(backend: Backend, layer: ModuleSpec) -> None:
@@ -276,6 +284,6 @@ def _layer_spec(
     for place in ("self_attn_bda", "mlp_bda"):
         normed = arch is not None and has_parameter(arch, f"{place}.norm.weight")
         if (scale := arch.residual_scale if arch else 1.0) != 1 or normed:
-            how = {"config": config, "scale": scale, "normed": normed}
+            how = {"config": config, "scale": scale, "norm": _norm(backend) if normed else None}
             setattr(layer.submodules, place, ModuleSpec(module=ResidualAdd, params=how))
     return layer

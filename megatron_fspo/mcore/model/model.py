@@ -119,9 +119,8 @@ def _unset(weight: Tensor) -> None:
 def _attention(arch: Architecture) -> dict[str, Any]:
     """Return the settings for heads."""
     latent = arch.latent
-    # Megatron's fused RoPE of packs ignores that neighbours are rotated, and YaRN's factor; latent
-    # attention's needs YaRN.
-    fused = {"apply_rope_fusion": False} if latent or arch.rotary_interleaved or arch.yarn else {}
+    # Megatron's fused RoPE of packs ignores that neighbours are rotated; latent attention's needs YaRN.
+    fused = {"apply_rope_fusion": False} if latent or arch.rotary_interleaved else {}
     if latent is None:
         normed = has_parameter(arch, "self_attention.q_layernorm.weight") and not arch.projection_norms
         return {"kv_channels": arch.head_dim, "qk_layernorm": normed, **fused}

@@ -7,6 +7,7 @@ Shapes: t tokens, h heads of query or key on this rank, d head size.
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class _Normed(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, eps: float, size: int, group: dist.ProcessGroup
     ) -> Tensor:
+        x = x.contiguous()  # as a view of them it would keep query, key and value
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = over_ranks(wide.square().sum((-2, -1), keepdim=True), group)
         scale = torch.rsqrt(squares / size + eps)
@@ -83,24 +85,29 @@ class ProjectionNorm(Module):
 
 
 class OwnSelfAttention(SelfAttention):  # type: ignore[misc, unused-ignore]
-    """Attention of a layer. It replaces Megatron's norms, whose gradients Megatron sums over tensor-parallel
-    ranks, after building; and it takes its part of :class:`TwoRopes`."""
+    """Attention with its part of the angles of :class:`TwoRopes`, and norms over all heads."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, arch: Architecture, **options: Any) -> None:
-        super().__init__(config, *args, **options)
+    def __init__(
+        self, config: TransformerConfig, *args: Any, layer_number: int, arch: Architecture, **options: Any
+    ) -> None:
+        windowed = arch.layer_type(layer_number - 1) == "window"
+        if arch.yarn is not None and not windowed:
+            config = copy.copy(config)
+            yarn = {f"yarn_{name}": value for name, value in vars(arch.yarn).items()}
+            if config.apply_rope_fusion:  # without YaRN's factor, of query and of key
+                factor = _yarn_get_concentration_factor_from_config(SimpleNamespace(**yarn))
+                config.softmax_scale = factor**2 * (config.softmax_scale or arch.head_dim**-0.5)
+            else:
+                vars(config).update(yarn)
+        super().__init__(config, *args, layer_number=layer_number, **options)
+        self.softmax_scale = config.softmax_scale  # the decoder reads it
         if arch.projection_norms:
+            # Not by the spec: Megatron would sum their gradients over tensor-parallel ranks.
             self.q_layernorm = ProjectionNorm(config, arch.q_size, self.pg_collection.tp)
             self.k_layernorm = ProjectionNorm(config, arch.kv_size, self.pg_collection.tp)
-        windowed = arch.layer_type(self.layer_number - 1) == "window"
         self._angles = slice(None)
         if arch.window_rope_theta is not None:
             self._angles = slice(arch.head_dim, None) if windowed else slice(arch.head_dim)
-        if arch.yarn is not None and not windowed:
-            # The factor of angles. megatron-core 0.16 reads it in each pass, 0.19 has done so already.
-            self.config = copy.copy(config)
-            for name, value in vars(arch.yarn).items():
-                setattr(self.config, f"yarn_{name}", value)
-            self._yarn_concentration_factor = _yarn_get_concentration_factor_from_config(self.config)
 
     def forward(self, *args: Any, rotary_pos_emb: Tensor, **options: Any) -> Any:
         """Attend with this layer's angles; see Megatron's class."""
