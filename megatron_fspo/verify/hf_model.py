@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 from megatron_fspo.verify.reference import Routers, plain_name
 from megatron_fspo.weights import Architecture
 
-_LAYERS = {"full": "full_attention", "window": "sliding_attention"}
 _CASTS = ("to", "type", "softmax", "sum")
 
 
@@ -109,8 +108,7 @@ class _Wide(TorchFunctionMode):
 
 def hf_config(arch: Architecture) -> dict[str, Any]:
     """Return a ``config.json`` that ``read_architecture`` reads as ``arch``."""
-    plain: dict[str, Any] = {"rope_type": "default", "rope_theta": arch.rope_theta}
-    rope = plain.copy()
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": arch.rope_theta}
     if arch.rotary_share != 1:
         rope["partial_rotary_factor"] = arch.rotary_share
     if arch.rope_factor is not None:
@@ -119,12 +117,13 @@ def hf_config(arch: Architecture) -> dict[str, Any]:
     if arch.yarn is not None:
         rope |= {"rope_type": "yarn", **vars(arch.yarn)}
         rope["factor"] = rope.pop("rotary_scaling_factor")
+        if not arch.yarn.mscale_all_dim:
+            del rope["mscale"], rope["mscale_all_dim"]
     if arch.rope_divisor != 1:
         rope |= {"rope_type": "linear", "factor": arch.rope_divisor}
     if arch.model_type in ("gemma3_text", "olmo3"):
-        rope = {name: value for name, value in rope.items() if not name.startswith("mscale")}
-        window = plain | {"rope_theta": arch.window_rope_theta or arch.rope_theta}
-        rope = {"full_attention": rope, "sliding_attention": window}
+        theta = arch.window_rope_theta or arch.rope_theta
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
     # fmt: off
     config: dict[str, Any] = {
         "model_type": arch.model_type, "dtype": "float32", "hidden_act": "silu", "pad_token_id": None,
@@ -136,8 +135,6 @@ def hf_config(arch: Architecture) -> dict[str, Any]:
         # Families without these keys ignore them.
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": round((arch.attention_scale or 1.0) ** -2),
-        **({"layer_types": [_LAYERS[arch.layer_type(n)] for n in range(arch.num_layers)]}
-           if arch.layer_types else {}),
         "sliding_window": arch.window, "qkv_bias": arch.qkv_bias,
         "attention_bias": arch.qkv_bias and arch.model_type != "qwen2_moe",
         "use_qk_norm": arch.qk_norm, "attention_multiplier": arch.attention_scale or 1.0,
@@ -163,5 +160,8 @@ def hf_config(arch: Architecture) -> dict[str, Any]:
             "topk_group": experts.group_top_k, "first_k_dense_replace": experts.dense_layers,
             "routed_scaling_factor": experts.scale,
         }
+    if arch.layer_types:
+        kinds = {"full": "full_attention", "window": "sliding_attention", "linear": "linear_attention"}
+        config["layer_types"] = [kinds[arch.layer_type(layer)] for layer in range(arch.num_layers)]
     # fmt: on
     return config

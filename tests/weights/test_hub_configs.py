@@ -95,6 +95,13 @@ def test_a_published_config_is_read_as_what_it_is(tmp_path: Path, model: str) ->
     assert found.fp8_block == expected.fp8_block  # not compared otherwise
 
 
+def test_the_embedding_factor_of_gemma_has_their_dtype(tmp_path: Path) -> None:
+    write(tmp_path, "Gemma-3-27B")
+    arch = read_architecture(tmp_path)
+    assert arch.embedding_factor(torch.bfloat16) == 73.5
+    assert abs(arch.embedding_factor(torch.float64) - 5376**0.5) < 1e-5
+
+
 def test_kimi_k2_is_a_larger_deepseek_v3(tmp_path: Path) -> None:
     write(tmp_path, "DeepSeek-V3", model_type="kimi_k2", n_routed_experts=384, n_group=1, topk_group=1)
     arch = read_architecture(tmp_path)

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from megatron_fspo.mcore.machine.backend import Backend
 from megatron_fspo.mcore.model.packed_attention import layer_window, packed_attention
-from megatron_fspo.mcore.model.self_attention import OwnSelfAttention
+from megatron_fspo.mcore.model.self_attention import LayerSelfAttention
 from megatron_fspo.packing.zigzag import gathered_positions, local_positions
 from megatron_fspo.weights import Architecture, has_parameter
 
@@ -276,9 +276,8 @@ def _layer_spec(
     if latent:
         layer.submodules.self_attention.module = LatentSelfAttention
     if arch is not None and (arch.projection_norms or arch.window_rope_theta is not None):
-        params = layer.submodules.self_attention.params | {"arch": arch}
-        layer.submodules.self_attention.module = OwnSelfAttention
-        layer.submodules.self_attention.params = params
+        layer.submodules.self_attention.module = LayerSelfAttention
+        layer.submodules.self_attention.params |= {"arch": arch}
     if arch is not None and not has_parameter(arch, "input_layernorm.weight"):
         _remove_norms(backend, layer)
     for place in ("self_attn_bda", "mlp_bda"):

@@ -1,7 +1,6 @@
-"""Megatron's attention with norms and RoPE that its configuration lacks: norms over all heads (OLMo), and a
-RoPE for layers with a window (Gemma 3).
+"""What Megatron's attention lacks: norms over all heads (OLMo), and a RoPE of layers with a window (Gemma 3).
 
-Shapes: t tokens, h heads of query or key on this rank, d head size.
+Shapes: h heads of query or key on this rank, d head size.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class ProjectionNorm(Module):
         return found
 
 
-class OwnSelfAttention(SelfAttention):  # type: ignore[misc, unused-ignore]
+class LayerSelfAttention(SelfAttention):  # type: ignore[misc, unused-ignore]
     """Attention with its part of the angles of :class:`TwoRopes`, and norms over all heads."""
 
     def __init__(
@@ -111,9 +110,8 @@ class OwnSelfAttention(SelfAttention):  # type: ignore[misc, unused-ignore]
 
     def forward(self, *args: Any, rotary_pos_emb: Tensor, **options: Any) -> Any:
         """Attend with this layer's angles; see Megatron's class."""
-        return super().forward(
-            *args, rotary_pos_emb=rotary_pos_emb[..., self._angles].contiguous(), **options
-        )
+        angles = rotary_pos_emb[..., self._angles].contiguous()
+        return super().forward(*args, rotary_pos_emb=angles, **options)
 
 
 class TwoRopes(Module):
@@ -125,14 +123,11 @@ class TwoRopes(Module):
         if arch.yarn is not None:
             yarn = {name.removeprefix("rotary_"): value for name, value in vars(arch.yarn).items()}
             whole = YarnRotaryEmbedding(arch.head_dim, rotary_base=arch.rope_theta, **yarn)
-        self._whole, self._window = (
-            whole,
-            RotaryEmbedding(arch.head_dim, 1.0, rotary_base=arch.window_rope_theta),
-        )
-        self.get_rotary_seq_len = whole.get_rotary_seq_len
+        self._window = RotaryEmbedding(arch.head_dim, 1.0, rotary_base=arch.window_rope_theta)
+        self._whole, self.get_rotary_seq_len = whole, whole.get_rotary_seq_len
 
     def forward(self, *args: Any, **options: Any) -> Tensor:
         """Compute the angles; arguments are those of Megatron's classes."""
         whole = self._whole(*args, **options)
-        whole = whole[0] if isinstance(whole, tuple) else whole  # YaRN's factor is that of a layer
-        return torch.cat([whole, self._window(*args, **options)], -1)
+        angles = whole[0] if isinstance(whole, tuple) else whole  # layers apply YaRN's factor
+        return torch.cat([angles, self._window(*args, **options)], -1)
