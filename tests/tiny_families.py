@@ -11,19 +11,8 @@ import torch
 import families
 from launch import REPO
 
-NEW = (
-    "mistral",
-    "phi3",
-    "granite",
-    "glm4",
-    "gemma3",
-    "olmo2",
-    "olmo3",
-    "qwen2_moe",
-    "glm4_moe",
-    "deepseek_v3",
-    "moonlight",
-)
+_DENSE = ("mistral", "phi3", "granite", "glm4", "gemma3", "olmo2", "olmo3")
+NEW = (*_DENSE, "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight")
 LETTERS = REPO / "examples/make_sum/checkpoint"
 _SIZES = {
     "vocab_size": 14,
@@ -42,17 +31,15 @@ def write(family: str, folder: Path, **changes: Any) -> Path:
     shorter than the responses, and biases of routers that decide."""
     from transformers import AutoModelForCausalLM
 
-    sizes = {**_SIZES, "initializer_range": 0.15}
+    sizes = {**_SIZES, "initializer_range": 0.15} | changes
     if family in ("deepseek_v3", "moonlight"):
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     if family in ("mistral", "gemma3", "olmo3"):
         sizes["sliding_window"] = 12
     if family in ("gemma3", "olmo3"):
-        sizes["layer_types"] = ["sliding_attention", "full_attention"] * (
-            changes.get("num_hidden_layers", 2) // 2
-        )
+        sizes["layer_types"] = ["sliding_attention", "full_attention"] * (sizes["num_hidden_layers"] // 2)
     torch.manual_seed(len(family))
-    model = AutoModelForCausalLM.from_config(families.config(family, **sizes | changes))
+    model = AutoModelForCausalLM.from_config(families.config(family, **sizes))
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
