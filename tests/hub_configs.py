@@ -57,6 +57,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
         num_experts_per_tok=8, norm_topk_prob=True, n_group=1, topk_group=1, first_k_dense_replace=1,
         routed_scaling_factor=1.0, num_nextn_predict_layers=1,
     ),
+    "Gemma-3-27B": {  # its text model; the other keys are those that transformers assumes
+        "model_type": "gemma3_text", "num_hidden_layers": 62, "hidden_size": 5376, "head_dim": 128,
+        "intermediate_size": 21504, "num_attention_heads": 32, "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 168, "sliding_window": 1024, "torch_dtype": "bfloat16",
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+    },
+    "OLMo-2-13B": _config(
+        "olmo2", 40, 5120, 13824, 40, 40, rms_norm_eps=1e-6, rope_theta=500000, rope_scaling=None,
+        vocab_size=100352, max_position_embeddings=4096, attention_bias=False,
+    ),
+    "OLMo-3-32B": _config(
+        "olmo3", 64, 5120, 27648, 40, 8, rms_norm_eps=1e-6, rope_theta=500000, vocab_size=100278,
+        max_position_embeddings=65536, attention_bias=False, sliding_window=4096,
+        layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 16,
+        rope_scaling={
+            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192,
+            "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0,
+        },
+    ),
     "DeepSeek-V3": _deepseek(
         61, 7168, 18432, 128, q_lora_rank=1536, rms_norm_eps=1e-6, vocab_size=129280,
         max_position_embeddings=163840, moe_intermediate_size=2048, n_routed_experts=256, n_shared_experts=1,
@@ -81,6 +101,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 """Sizes are the published ones, written from memory: no file of theirs was loaded here."""
 BILLIONS = {
     "Mistral-7B-v0.1": 7.24, "Phi-4": 14.7, "Granite-3.1-8B": 8.17, "GLM-4-9B-0414": 9.4,
-    "Qwen1.5-MoE-A2.7B": 14.3, "GLM-4.5-Air": 106, "DeepSeek-V3": 671, "Moonlight-16B-A3B": 16,
+    "Qwen1.5-MoE-A2.7B": 14.3, "GLM-4.5-Air": 106, "Gemma-3-27B": 27.0,
+    "OLMo-2-13B": 13.7, "OLMo-3-32B": 32.2, "DeepSeek-V3": 671, "Moonlight-16B-A3B": 16,
 }  # fmt: skip
 """Published numbers of parameters, without layers that predict further tokens."""

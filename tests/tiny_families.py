@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 
 from launch import REPO
 
-NEW = ("mistral", "phi3", "granite", "glm4", "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight")
+_DENSE = ("mistral", "phi3", "granite", "glm4", "gemma3_text", "olmo2", "olmo3")
+NEW = (*_DENSE, "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight")
 LETTERS = REPO / "examples/make_sum/checkpoint"
 VOCAB = 1237  # a prime: every tensor-parallel size pads
 _SIZES: dict[str, Any] = {
@@ -46,6 +48,11 @@ _LATENT = {
     **_SIGMOID, "num_experts_per_tok": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }  # fmt: skip
+_MIXED = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_OLMO3 = {
+    "rope_type": "yarn", "rope_theta": 500_000.0, "factor": 8.0, "original_max_position_embeddings": 32,
+    "attention_factor": 0.1 * math.log(8) + 1,
+}  # fmt: skip
 _OWN: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 16, "rope_parameters": _LLAMA3},
     "qwen2": {},
@@ -60,6 +67,20 @@ _OWN: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.25, "logits_scaling": 8.0,
     },
     "glm4": {"head_dim": 16, "pad_token_id": 0, "attention_bias": True, "rope_parameters": _PARTIAL},
+    "gemma3_text": {
+        **_MIXED, "tie_word_embeddings": True, "head_dim": 16, "query_pre_attn_scalar": 24,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": _ROPE,
+        },
+    },
+    "olmo2": {},
+    "olmo3": {
+        **_MIXED,
+        "rope_parameters": {
+            "full_attention": _OLMO3, "sliding_attention": {**_ROPE, "rope_theta": 500_000.0},
+        },
+    },
     "deepseek_v3": {**_LATENT, "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "rope_parameters": _YARN},
     "moonlight": {**_LATENT, "model_type": "deepseek_v3", "q_lora_rank": None},
     "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 48},
@@ -75,6 +96,8 @@ def config(family: str, sizes: Mapping[str, Any] = {}, **changes: Any) -> Any:
 
     keys = {"model_type": family, **_SIZES, "rope_parameters": _ROPE, **_OWN[family]}
     keys |= {key: size for key, size in sizes.items() if keys.get(key) is not None} | changes
+    if "layer_types" in keys:
+        keys["layer_types"] = (keys["layer_types"] * keys["num_hidden_layers"])[: keys["num_hidden_layers"]]
     if "kv_lora_rank" in keys:
         keys["num_key_value_heads"] = keys["num_attention_heads"]
     return AutoConfig.for_model(**copy.deepcopy(keys))  # transformers writes into it

@@ -126,16 +126,15 @@ def cases(config: Config | None, shift: int, *, experts: bool = False) -> list[C
 
 
 def narrow(arch: Architecture) -> Architecture:
-    """Reduce a run's model to small sizes, except head counts, tying and layers (:func:`with_layers`)."""
+    """Reduce a run's model to small sizes, except head counts and tying; :func:`with_layers` adds layers."""
+    arch = arch.shortened()
     latent = arch.latent and replace(
         arch.latent, q_rank=arch.latent.q_rank and 10, kv_rank=12, rope_size=4, value_size=6
     )
     experts = arch.experts
     if experts is not None:
         shared = 24 * (experts.shared_ffn_size // experts.ffn_size or experts.shared_ffn_size > 0)
-        experts = replace(
-            experts, ffn_size=24, shared_ffn_size=shared, dense_layers=min(experts.dense_layers, 1)
-        )
+        experts = replace(experts, ffn_size=24, shared_ffn_size=shared)
     return replace(
         arch,
         hidden_size=32,
@@ -152,10 +151,10 @@ def narrow(arch: Architecture) -> Architecture:
 
 
 def with_layers(arch: Architecture, parallel: Parallel) -> Architecture:
-    """Set the number of layers: 2 on one model chunk, else one per chunk, two if the first layer has no
-    experts, and at least 4."""
-    chunks = parallel.pipeline * parallel.virtual_pipeline
-    return replace(arch, num_layers=2 if chunks == 1 else max(chunks * (1 if arch.uniform else 2), 4))
+    """Set the number of layers: at least 2 on one model chunk, else all kinds on every chunk and at least
+    4."""
+    chunks, kinds = parallel.pipeline * parallel.virtual_pipeline, arch.shortened().num_layers
+    return replace(arch, num_layers=max(2, kinds) if chunks == 1 else max(chunks * kinds, 4))
 
 
 def kinds(arch: Architecture) -> list[Architecture]:

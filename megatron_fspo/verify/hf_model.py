@@ -117,6 +117,13 @@ def hf_config(arch: Architecture) -> dict[str, Any]:
     if arch.yarn is not None:
         rope |= {"rope_type": "yarn", **vars(arch.yarn)}
         rope["factor"] = rope.pop("rotary_scaling_factor")
+        if not arch.yarn.mscale_all_dim:
+            del rope["mscale"], rope["mscale_all_dim"]
+    if arch.rope_divisor != 1:
+        rope |= {"rope_type": "linear", "factor": arch.rope_divisor}
+    if arch.model_type in ("gemma3_text", "olmo3"):
+        theta = arch.window_rope_theta or arch.rope_theta
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
     # fmt: off
     config: dict[str, Any] = {
         "model_type": arch.model_type, "dtype": "float32", "hidden_act": "silu", "pad_token_id": None,
@@ -126,6 +133,8 @@ def hf_config(arch: Architecture) -> dict[str, Any]:
         "tie_word_embeddings": arch.tied, "rope_parameters": rope,
         "max_position_embeddings": arch.max_position_embeddings,
         # Families without these keys ignore them.
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": round((arch.attention_scale or 1.0) ** -2),
         "sliding_window": arch.window, "qkv_bias": arch.qkv_bias,
         "attention_bias": arch.qkv_bias and arch.model_type != "qwen2_moe",
         "use_qk_norm": arch.qk_norm, "attention_multiplier": arch.attention_scale or 1.0,
@@ -151,5 +160,8 @@ def hf_config(arch: Architecture) -> dict[str, Any]:
             "topk_group": experts.group_top_k, "first_k_dense_replace": experts.dense_layers,
             "routed_scaling_factor": experts.scale,
         }
+    if arch.layer_types:
+        kinds = {"full": "full_attention", "window": "sliding_attention", "linear": "linear_attention"}
+        config["layer_types"] = [kinds[arch.layer_type(layer)] for layer in range(arch.num_layers)]
     # fmt: on
     return config

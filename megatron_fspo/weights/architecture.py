@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, is_dataclass
-from typing import Any
+from dataclasses import dataclass, field, is_dataclass, replace
+from typing import Any, Literal
 
 import torch
 
@@ -16,6 +16,9 @@ from megatron_fspo.errors import InputError
 
 BACKWARD = 2
 """Cost of a backward pass in forward passes: one product for the inputs' gradient, one for the weights'."""
+
+
+LayerType = Literal["full", "window", "linear"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,13 +108,24 @@ class Architecture:
     rope_theta: float
     rope_factor: float | None = None
     """Factor of Llama 3's scaled RoPE, which stretches long wavelengths; None: RoPE is not scaled."""
+    rope_divisor: float = 1.0
+    """Positions are divided by it before RoPE."""
+    window_rope_theta: float | None = None
+    """Base of RoPE in layers with a window, where it is not scaled; None: that of all layers."""
     yarn: Yarn | None = None
     rotary_share: float = 1.0
     """Share of a head's values that are rotated: the first."""
     rotary_interleaved: bool = False
     """Neighbouring values are rotated together, otherwise those half of the rotated values apart."""
     window: int | None = None
-    """Tokens that a token attends to, itself included; None: all before it."""
+    """Tokens that a token attends to, itself included, in layers with a window; None: all before it."""
+    layer_types: tuple[LayerType, ...] = ()
+    """What each layer attends to: all tokens before, the window, or a recurrent state. The pattern repeats;
+    empty: all layers have the window, if there is one."""
+    zero_centered_norms: bool = False
+    """Norms multiply by 1 + weight."""
+    gelu: bool = False
+    """The gate of the MLP is GELU in its tanh form, not SiLU."""
     attention_scale: float | None = None
     """Factor of query · key; None: 1 / √head_dim."""
     embedding_scale: float = 1.0
@@ -144,6 +158,17 @@ class Architecture:
                 flat |= {f"{name}.{key}".rstrip("."): value for key, value in inner.items()}
         result: dict[str, Any] = json.loads(json.dumps(flat))
         return result
+
+    @property
+    def projection_norms(self) -> bool:
+        """Norms of query and key are over all heads together."""
+        return self.model_type in ("olmo2", "olmo3")
+
+    def embedding_factor(self, dtype: torch.dtype) -> float:
+        """Return the factor of embeddings of this dtype, to which transformers rounds that of Gemma."""
+        if not self.model_type.startswith("gemma"):
+            return self.embedding_scale
+        return torch.tensor(self.hidden_size**0.5).to(dtype).item()
 
     @property
     def lora_rank(self) -> int:
@@ -209,10 +234,27 @@ class Architecture:
         """Layers with an MLP, which come before those with experts."""
         return self.experts.dense_layers if self.experts else self.num_layers
 
+    def layer_type(self, layer: int) -> LayerType:
+        """Return what a layer attends to."""
+        if self.layer_types:
+            return self.layer_types[layer % len(self.layer_types)]
+        return "full" if self.window is None else "window"
+
+    def count(self, kind: LayerType) -> int:
+        """Return the number of layers of a kind."""
+        return sum(self.layer_type(layer) == kind for layer in range(self.num_layers))
+
     @property
     def uniform(self) -> bool:
         """All layers have the same parameters."""
-        return self.dense_layers in (0, self.num_layers)
+        return self.dense_layers in (0, self.num_layers) and "linear" not in self.layer_types
+
+    def shortened(self) -> Architecture:
+        """Return the model with the fewest layers that have one of every kind."""
+        kinds = tuple(dict.fromkeys(self.layer_types))
+        dense = min(self.dense_layers, 1) if self.experts else 0
+        experts = self.experts and replace(self.experts, dense_layers=dense)
+        return replace(self, num_layers=max(1 + dense, len(kinds)), layer_types=kinds, experts=experts)
 
     @property
     def attention_size(self) -> int:
@@ -276,8 +318,8 @@ def forward_flops(
 
     def layers(tokens: int) -> int:
         seen = min(tokens, arch.window or tokens)
-        pairs = (2 * tokens - seen) * seen  # twice
-        return arch.num_layers * (2 * arch.layer_size * tokens + (arch.q_size + arch.value_size) * pairs)
+        pairs = arch.count("full") * tokens**2 + arch.count("window") * (2 * tokens - seen) * seen  # twice
+        return 2 * arch.num_layers * arch.layer_size * tokens + (arch.q_size + arch.value_size) * pairs
 
     flops = 0
     for i, (prompt, response, length) in enumerate(

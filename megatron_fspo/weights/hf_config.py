@@ -6,35 +6,55 @@ it differently from transformers (other biases, other kinds of RoPE, layers that
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_fspo.errors import InputError
-from megatron_fspo.weights.architecture import Architecture, Experts, LatentAttention, Yarn
+from megatron_fspo.weights.architecture import Architecture, Experts, LatentAttention, LayerType
+from megatron_fspo.weights.config_file import ConfigFile
+from megatron_fspo.weights.rope import (
+    rope_divisor,
+    rope_factor,
+    rope_theta,
+    rotary_share,
+    window_rope_theta,
+    yarn,
+)
 
 SUPPORTED = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "mistral", "phi3", "granite", "glm4", "qwen2_moe",
-    "glm4_moe", "deepseek_v3",
+    "glm4_moe", "deepseek_v3", "gemma3_text", "olmo2", "olmo3",
 )  # fmt: skip
-# Megatron's scaled RoPE supports only these values, which Llama 3.1, 3.2 and 3.3 use.
-_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 NEUTRAL_KEYS = frozenset(
     "_name_or_path architectures attention_dropout bos_token_id chunk_size_feed_forward embd_pdrop"
     " eos_token_id id2label initializer_range is_encoder_decoder label2id max_window_layers"
     " original_max_position_embeddings output_attentions output_hidden_states output_router_logits"
+    " cache_implementation _sliding_window_pattern"
     " pad_token_id pretraining_tp problem_type resid_pdrop return_dict router_aux_loss_coef"
     " router_jitter_noise transformers_version use_cache".split()
 )
 """Keys that do not change what a model computes; all others of a supported family count or are refused."""
-_LARGEST = 1e12
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WITH_WINDOW = ("mistral", "mixtral", "phi3")
 _GLM = ("glm4", "glm4_moe")
+_LAYER_TYPES: dict[str, LayerType] = {
+    "full_attention": "full", "sliding_attention": "window", "linear_attention": "linear"
+}  # fmt: skip
+_MIXED: dict[str, tuple[str, ...]] = {
+    "gemma3_text": ("sliding_attention", "full_attention"),
+    "olmo3": ("sliding_attention", "full_attention"),
+}
+"""Family whose layers differ → the layers that it may have."""
+_PATTERNS = {"gemma3_text": 6, "olmo3": 4}
+"""Family → every how many layers one has no window, without the key ``layer_types``."""
+_GEMMA = {
+    "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window_pattern": 6,
+}  # fmt: skip
+"""Keys that files of Gemma 3 leave out."""
 _GRANITE = {
     "attention_scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -45,17 +65,22 @@ _GRANITE = {
 
 def read_architecture(checkpoint_dir: str | Path) -> Architecture:
     """Read the architecture of a checkpoint folder; raises ``InputError`` if the model is not supported."""
-    config = _Config(Path(checkpoint_dir) / "config.json")
+    config = ConfigFile(Path(checkpoint_dir) / "config.json")
     family = config.required("model_type", str)
     family = "deepseek_v3" if family == "kimi_k2" else family  # the same model with more experts
     if family not in SUPPORTED:
         raise config.error(
             "model_type", f"is {family!r}; supported: {', '.join(SUPPORTED)}; docs/adding_a_model.md adds one"
         )
+    gemma = family == "gemma3_text"
+    for key, value in _GEMMA.items() if gemma else ():
+        config.values.setdefault(key, value)
     _refuse_unsupported(config, family)
     latent = _latent(config) if family == "deepseek_v3" else None
     scaled = _GRANITE if family == "granite" else {}
     factors: dict[str, Any] = {name: config.factor(key) for name, key in scaled.items()}
+    if gemma:
+        factors["attention_scale"] = config.factor("query_pre_attn_scalar") ** -0.5
     arch = Architecture(
         model_type=family,
         num_layers=config.size("num_hidden_layers", most=10_000),
@@ -67,12 +92,17 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
         vocab_size=config.size("vocab_size"),
         tied=config.required("tie_word_embeddings", bool),
         rms_norm_eps=config.positive("rms_norm_eps", config.optional("rms_norm_eps")),
-        rope_theta=_rope_theta(config),
-        rope_factor=_rope_factor(config, family),
-        yarn=_yarn(config),
-        rotary_share=_rotary_share(config, family),
+        rope_theta=rope_theta(config),
+        rope_factor=rope_factor(config, family),
+        rope_divisor=rope_divisor(config),
+        window_rope_theta=window_rope_theta(config, family),
+        yarn=yarn(config, family),
+        rotary_share=rotary_share(config, family),
         rotary_interleaved=family == "glm4",
         window=config.size("sliding_window") if _has_window(config, family) else None,
+        layer_types=_layer_types(config, family),
+        zero_centered_norms=gemma,
+        gelu=gemma,
         **factors,
         qkv_bias=(family in _GLM and config.optional("attention_bias") is True)
         or (family == "qwen2_moe" and config.optional("qkv_bias") is not False),
@@ -90,7 +120,7 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
     return arch
 
 
-def _fp8_block(config: _Config) -> tuple[int, int] | None:
+def _fp8_block(config: ConfigFile) -> tuple[int, int] | None:
     quantization = config.optional("quantization_config")
     if quantization is None:
         return None
@@ -106,55 +136,7 @@ def _fp8_block(config: _Config) -> tuple[int, int] | None:
     return block[0], block[1]
 
 
-class _Config:
-    """``config.json`` with errors that name the file and the key."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        if not path.is_file():
-            raise InputError(f"{path} is missing; a Hugging Face checkpoint folder must have it")
-        try:
-            values = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{path} is not JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise InputError(f"{path} must be a JSON object")
-        self.values: dict[str, Any] = values
-
-    def error(self, key: str, problem: str) -> InputError:
-        return InputError(f"{self.path}: {key} {problem}")
-
-    def optional(self, key: str) -> Any:
-        """Return the value, or None if the key is absent or null: transformers writes both for "unset"."""
-        return self.values.get(key)
-
-    def required(self, key: str, *types: type) -> Any:
-        value = self.optional(key)
-        if value is None:
-            raise self.error(key, "is missing")
-        if type(value) not in types:  # not isinstance: true is an int
-            raise self.error(key, f"is {value!r}; it must be {' or '.join(t.__name__ for t in types)}")
-        return value
-
-    def size(self, key: str, most: int = 2**24) -> int:
-        value: int = self.required(key, int)
-        if not 1 <= value <= most:
-            raise self.error(key, f"is {value!r:.50}; it must be from 1 to {most}")
-        return value
-
-    def positive(self, key: str, value: Any) -> float:
-        """Return ``value``, which a key has, as a finite number above 0."""
-        if type(value) not in (int, float) or not 0 < value <= _LARGEST:
-            raise self.error(key, f"is {value!r:.50}; it must be a number above 0, at most {_LARGEST:g}")
-        return float(value)
-
-    def factor(self, key: str) -> float:
-        """Return a factor that is 1 if the key is absent."""
-        value = self.optional(key)
-        return 1.0 if value is None else self.positive(key, value)
-
-
-def _refuse_unsupported(config: _Config, family: str) -> None:
+def _refuse_unsupported(config: ConfigFile, family: str) -> None:
     for key, legal, families in (
         ("attention_bias", "the biases of Qwen2's and GLM's q, k and v are", _GLM),
         ("mlp_bias", "the biases of Qwen2's and GLM's q, k and v are", ()),
@@ -162,21 +144,41 @@ def _refuse_unsupported(config: _Config, family: str) -> None:
     ):
         if config.optional(key) and family not in families:
             raise config.error(key, f"is true; only {legal} supported")
-    if config.required("hidden_act", str) != "silu":
-        raise config.error("hidden_act", f"is {config.values['hidden_act']!r}; only 'silu' is supported")
-    legal = "sliding_attention" if _has_window(config, family) else "full_attention"
-    kinds = config.optional("layer_types") or []
-    other = [kind for kind in kinds if kind != legal] if isinstance(kinds, list) else [kinds]
-    if other:
-        raise config.error("layer_types", f"has {other[0]!r:.50}; only {legal!r} is supported")
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if config.optional(key):
+            raise config.error(key, f"is {config.values[key]!r:.50}, which is not supported")
+    gemma = family == "gemma3_text"
+    key, only = ("hidden_activation", "gelu_pytorch_tanh") if gemma else ("hidden_act", "silu")
+    if config.required(key, str) != only:
+        raise config.error(key, f"is {config.values[key]!r}; only {only!r} is supported")
 
 
-def _has_window(config: _Config, family: str) -> bool:
+def _layer_types(config: ConfigFile, family: str) -> tuple[LayerType, ...]:
+    """Read what each layer attends to; empty where all are alike."""
+    if config.optional("layer_types") is None:
+        every, layers = _PATTERNS.get(family, 0), range(1, config.size("num_hidden_layers") + 1)
+        every = config.size("sliding_window_pattern") if family == "gemma3_text" else every
+        return tuple("window" if layer % every else "full" for layer in layers if every)
+    whole = "sliding_attention" if family not in _MIXED and _has_window(config, family) else "full_attention"
+    legal = _MIXED.get(family, (whole,))
+    kinds = config.required("layer_types", list)
+    if other := [kind for kind in kinds if kind not in legal]:
+        raise config.error("layer_types", f"has {other[0]!r:.50}; {family} may have {' or '.join(legal)}")
+    if family not in _MIXED:
+        return ()
+    if len(kinds) != config.size("num_hidden_layers"):
+        raise config.error("layer_types", f"has {len(kinds)} entries; num_hidden_layers differs")
+    return tuple(_LAYER_TYPES[kind] for kind in kinds)
+
+
+def _has_window(config: ConfigFile, family: str) -> bool:
     """Return True if tokens attend to a window. Other families have the key without using it."""
+    if family in _MIXED:
+        return "window" in _layer_types(config, family)
     return config.optional("sliding_window") is not None and family in _WITH_WINDOW
 
 
-def _head_dim(config: _Config, latent: LatentAttention | None) -> int:
+def _head_dim(config: ConfigFile, latent: LatentAttention | None) -> int:
     """Read head_dim; models other than Qwen3 may omit it, and it is then hidden_size / heads."""
     if latent is not None:
         return config.size("qk_nope_head_dim") + latent.rope_size
@@ -188,13 +190,13 @@ def _head_dim(config: _Config, latent: LatentAttention | None) -> int:
     return hidden // heads
 
 
-def _unused_layers(config: _Config) -> int:
+def _unused_layers(config: ConfigFile) -> int:
     """Read the number of layers that predict further tokens; transformers 5 writes the second name."""
     keys = [key for key in ("num_nextn_predict_layers", "num_mtp_layers") if config.optional(key)]
     return config.size(keys[0], most=100) if keys else 0
 
 
-def _latent(config: _Config) -> LatentAttention:
+def _latent(config: ConfigFile) -> LatentAttention:
     if config.optional("rope_interleave") is False:
         raise config.error("rope_interleave", "is false; only true is supported")
     rope = config.size("qk_rope_head_dim")
@@ -213,7 +215,7 @@ def _latent(config: _Config) -> LatentAttention:
     )
 
 
-def _experts(config: _Config, family: str) -> Experts | None:
+def _experts(config: ConfigFile, family: str) -> Experts | None:
     if family not in ("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3"):
         return None
     if config.optional("decoder_sparse_step") not in (None, 1) or config.optional("mlp_only_layers"):
@@ -233,7 +235,7 @@ def _experts(config: _Config, family: str) -> Experts | None:
     return _sigmoid_experts(config, experts) if sigmoid else experts
 
 
-def _sigmoid_experts(config: _Config, experts: Experts) -> Experts:
+def _sigmoid_experts(config: ConfigFile, experts: Experts) -> Experts:
     """Add what DeepSeek-V3's routers have; its own code writes keys that transformers leaves out."""
     for key, only in {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}.items():
         if config.optional(key) not in (None, only):
@@ -257,77 +259,7 @@ def _sigmoid_experts(config: _Config, experts: Experts) -> Experts:
     )
 
 
-def _rope(config: _Config) -> tuple[str, dict[str, Any]]:
-    """Return ``rope_parameters`` (transformers 5) and ``rope_scaling`` (4) as one, and the last key given."""
-    rope: dict[str, Any] = {}
-    where = "rope_parameters"
-    for key in ("rope_parameters", "rope_scaling"):
-        given = config.optional(key) or {}
-        if not isinstance(given, Mapping):
-            raise config.error(key, f"is {given!r}; it must be an object")
-        where = key if given else where
-        for name, value in given.items():
-            name = "rope_type" if name == "type" else name
-            if rope.setdefault(name, value) != value:
-                raise config.error(key, f"has {name} {value!r:.50}, and elsewhere it is {rope[name]!r:.50}")
-    return where, {"rope_type": "default"} | rope
-
-
-def _rope_theta(config: _Config) -> float:
-    thetas = [config.optional("rope_theta"), _rope(config)[1].get("rope_theta")]
-    given = [config.positive("rope_theta", theta) for theta in thetas if theta is not None]
-    if not given:
-        raise config.error("rope_theta", "is missing at the top level and in rope_parameters")
-    if len(set(given)) > 1:
-        raise config.error("rope_theta", f"is {given[0]!r}, but rope_parameters has {given[1]!r}")
-    if given[0] != int(given[0]):
-        raise config.error("rope_theta", f"is {given[0]!r}; Megatron supports whole numbers only")
-    return given[0]
-
-
-def _rope_factor(config: _Config, family: str) -> float | None:
-    """Read the factor of Llama 3's scaled RoPE, None without; refuse kinds that the family may not have."""
-    key, rope = _rope(config)
-    legal = ("default", "yarn" if family == "deepseek_v3" else "llama3")
-    if rope["rope_type"] not in legal:
-        raise config.error(
-            key, f"has rope_type {rope['rope_type']!r}; {family} may have {' or '.join(legal)}"
-        )
-    if rope["rope_type"] != "llama3":
-        return None
-    for name, value in _LLAMA3_ROPE.items():
-        if rope.get(name) != value:
-            raise config.error(key, f"has {name} {rope.get(name)!r}; only {value} is supported")
-    return config.positive(f"{key}.factor", rope.get("factor"))
-
-
-def _yarn(config: _Config) -> Yarn | None:
-    key, rope = _rope(config)
-    if rope["rope_type"] != "yarn":
-        return None
-    if rope.get("attention_factor") is not None or rope.get("truncate") is False:
-        raise config.error(key, "has attention_factor or truncate, which is not supported")
-    longest = "original_max_position_embeddings"
-    names = (longest, "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-    values = {name: config.positive(f"{key}.{name}", rope.get(name)) for name in names}
-    numbers = {longest: int(values.pop(longest)), "rotary_scaling_factor": values.pop("factor")}
-    return Yarn(**numbers, **values)  # type: ignore[arg-type]
-
-
-def _rotary_share(config: _Config, family: str) -> float:
-    """Read partial_rotary_factor (transformers 4 at the top level, 5 in ``rope_parameters``)."""
-    key = "partial_rotary_factor"
-    shares = [config.optional(key), _rope(config)[1].get(key)]
-    given = [config.positive(key, share) for share in shares if share is not None]
-    if len({*given}) > 1 or any(share > 1 for share in given):
-        raise config.error(key, f"is {given}; it must be one number up to 1")
-    share = given[0] if given else 0.5 if family in _GLM else 1.0
-    if share < 1 and family not in (*_GLM, "phi3"):
-        raise config.error(key, f"is {share}; {family} models rotate whole heads")
-    return share
-
-
-def _dtype(config: _Config) -> torch.dtype:
+def _dtype(config: ConfigFile) -> torch.dtype:
     """Read the dtype: transformers 5 writes ``dtype``, transformers 4 ``torch_dtype``."""
     key = "torch_dtype" if config.optional("dtype") is None and "torch_dtype" in config.values else "dtype"
     name = config.required(key, str)

@@ -66,8 +66,8 @@ class Row:
     """Its name in a Megatron distributed checkpoint, where all layers (and experts) are one tensor."""
     copy: bool = False
     """It duplicates another row's parameter: it is loaded but never exported."""
-    layers: Literal["all", "dense", "experts"] = "all"
-    """The layers that have it: with an MLP, with experts."""
+    layers: Literal["all", "dense", "experts", "softmax", "linear"] = "all"
+    """The layers that have it: with an MLP, with experts; with softmax attention, with linear attention."""
     when: Callable[[Architecture], object] = lambda arch: True
     """Whether models of the family have it."""
 
@@ -82,6 +82,8 @@ class Row:
 
     def is_in(self, arch: Architecture, layer: int) -> bool:
         """Return True if this layer of the model has the parameter."""
+        if self.layers in ("softmax", "linear"):
+            return (self.layers == "linear") == (arch.layer_type(layer) == "linear")
         return self.layers == "all" or (self.layers == "dense") == (layer < arch.dense_layers)
 
     def files(self, arch: Architecture) -> dict[str, tuple[int, ...]]:

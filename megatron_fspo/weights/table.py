@@ -61,6 +61,10 @@ _QK_NORM = tuple(
          _hf(f"{_H}self_attn.{one}_norm.weight", "head_dim"))
     for one in "qk"
 )
+_PROJECTION_NORMS = (
+    _row("column", f"{_M}self_attention.q_layernorm.weight", _hf(f"{_H}self_attn.q_norm.weight", "q_size")),
+    _row("column", f"{_M}self_attention.k_layernorm.weight", _hf(f"{_H}self_attn.k_norm.weight", "kv_size")),
+)
 _OPTIONAL_QK_NORM = tuple(replace(row, when=attrgetter("qk_norm")) for row in _QK_NORM)
 _ATTENTION = (*_ENDS, _before("linear_qkv"), _qkv("weight", "hidden_size"), _OUT)
 _LOW_RANK: tuple[tuple[bool, str, str, tuple[Size, ...], Callable[[Architecture], object]], ...] = (
@@ -107,11 +111,19 @@ _NAMES = ("gate_proj", "up_proj", "down_proj")
 _FUSED = ("gate_up_proj", "gate_up_proj", "down_proj")
 
 
-def _mlp(names: tuple[str, ...] = _NAMES) -> tuple[Row, ...]:
+def _mlp(names: tuple[str, ...] = _NAMES, norm: str = "post_attention_layernorm") -> tuple[Row, ...]:
     return (
         _row("replicated", f"{_M}pre_mlp_layernorm.weight | {_M}mlp.linear_fc1.layer_norm_weight",
-             _hf(f"{_H}post_attention_layernorm.weight", "hidden_size"), layers="dense"),
+             _hf(f"{_H}{norm}.weight", "hidden_size"), layers="dense"),
         *_gate_up(f"{_M}mlp.linear_#.weight", f"{_H}mlp", "ffn_size", names, layers="dense"),
+    )
+
+
+def _after(attention: str, mlp: str) -> tuple[Row, Row]:
+    """Norms of what attention and MLP return."""
+    return (
+        _row("replicated", f"{_M}self_attn_bda.norm.weight", _hf(f"{_H}{attention}.weight", "hidden_size")),
+        _row("replicated", f"{_M}mlp_bda.norm.weight", _hf(f"{_H}{mlp}.weight", "hidden_size")),
     )
 
 
@@ -170,11 +182,16 @@ TABLES: Mapping[str, tuple[Row, ...]] = MappingProxyType(
         "phi3": (*_ATTENTION_FUSED, *_mlp(_FUSED)),
         "glm4": (
             *_ATTENTION, _OPTIONAL_BIAS, *_mlp(_FUSED),
-            _row("replicated", f"{_M}self_attn_bda.norm.weight",
-                 _hf(f"{_H}post_self_attn_layernorm.weight", "hidden_size")),
-            _row("replicated", f"{_M}mlp_bda.norm.weight",
-                 _hf(f"{_H}post_mlp_layernorm.weight", "hidden_size")),
+            *_after("post_self_attn_layernorm", "post_mlp_layernorm"),
         ),
+        "gemma3_text": (
+            *_ATTENTION, *_QK_NORM, *_mlp(norm="pre_feedforward_layernorm"),
+            *_after("post_attention_layernorm", "post_feedforward_layernorm"),
+        ),
+        **dict.fromkeys(("olmo2", "olmo3"), (
+            *_ENDS, _qkv("weight", "hidden_size"), _OUT, *_PROJECTION_NORMS, *_mlp()[1:],
+            *_after("post_attention_layernorm", "post_feedforward_layernorm"),
+        )),
         "qwen3_moe": (*_ATTENTION, *_QK_NORM, *_moe("mlp")),
         "mixtral": (*_ATTENTION, *_moe("block_sparse_moe", ("w1", "w3", "w2"))),
         "qwen2_moe": (

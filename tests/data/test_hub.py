@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from hub_server import SHA, hub
 from huggingface_hub import constants
 
+from hub_server import SHA, hub
 from launch import REPO
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config

@@ -11,10 +11,10 @@ from backend import ENGINE, fitting, supported
 from megatron_fspo.config import Parallel
 from tiny_families import VOCAB, biases, config
 
-DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "granite", "glm4")
+DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "granite", "glm4", "gemma3_text", "olmo2", "olmo3")
 EXPERTS = ("qwen3_moe", "moe_raw", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight")
 FAMILIES = (*DENSE, *EXPERTS)
-FEWER = ("mistral", "phi3", "granite", "qwen2_moe", "glm4_moe", "moonlight")
+FEWER = ("mistral", "phi3", "granite", "qwen2_moe", "glm4_moe", "moonlight", "gemma3_text", "olmo2")
 
 # World size → name → layout; `fits` says which families.
 LAYOUTS = fitting(
@@ -92,7 +92,7 @@ def write_checkpoint(family: str, folder: Path) -> None:
     with torch.no_grad():
         for parameter in (*model.parameters(), *biases(model)):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 and family != "gemma3_text":  # whose norms multiply by 1 + weight
                 parameter.add_(1.0)
     model.float().save_pretrained(folder)
 

@@ -28,7 +28,7 @@ LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, 
 # Keys of DeepSeek's own files, which transformers does not write. Without them vLLM has softmax routers.
 SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 CHANGES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("mistral", "glm4", "qwen2_moe", "glm4_moe"), WIDE),
+    **dict.fromkeys(("mistral", "glm4", "gemma3_text", "olmo2", "olmo3", "qwen2_moe", "glm4_moe"), WIDE),
     "phi3": {"hidden_size": 128},
     "granite": {"hidden_size": 128},
     "deepseek_v3": {"hidden_size": 128, **LATENT, **SIGMOID},

@@ -21,8 +21,9 @@ from patching import Patch, wrap
 
 from megatron_fspo.mcore.machine.backend import choose_backend
 from megatron_fspo.mcore.machine.startup import join, start, stop
-from megatron_fspo.mcore.model import layers
+from megatron_fspo.mcore.model import layers, self_attention
 from megatron_fspo.mcore.model.router import PolicyRouter
+from megatron_fspo.mcore.model.self_attention import TwoRopes
 from megatron_fspo.verify.cases import TEMPERATURE, cases, make_routes, make_samples, narrow, random_weights
 from megatron_fspo.verify.layouts import choose_model, parse_layout
 from megatron_fspo.verify.production import build
@@ -35,6 +36,9 @@ LAYOUTS = {
     "mistral": ("cp2", "recompute"),
     "phi3": ("tp2.sp", "pp2"),
     "granite": ("pp2", "cp2"),
+    "gemma3_text": ("tp2.sp", "pp2", "cp2", "recompute"),
+    "olmo2": ("tp2.sp",),
+    "olmo3": ("tp2", "tp2.sp", "pp2", "recompute"),
     "glm4": ("tp2.sp", "pp2.vpp2"),
     "qwen2_moe": ("moe.tp2.sp", "ep2"),
     "glm4_moe": ("moe.tp2.sp", "moe.pp2"),
@@ -58,16 +62,35 @@ def without_bias(real: Any, self: Any, logits: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def longer_window(real: Any, *args: Any, window: int, **kwargs: Any) -> Any:
-    return real(*args, window=window + 1, **kwargs)
+def longer_window(real: Any, *args: Any, window: int | None, **kwargs: Any) -> Any:
+    return real(*args, window=window and window + 1, **kwargs)
 
 
 def halves_swapped(real: Any, t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return real(t.flip(-1), *args, **kwargs)
 
 
+def next_layer(real: Any, self: Any, layer: int) -> Any:
+    return real(self, layer + 1)
+
+
+def the_others_angles(real: Any, self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    whole = real(self, *args, **kwargs).chunk(2, -1)[0]
+    return torch.cat([whole, whole], -1)
+
+
+def plain_norm(real: Any, self: Any, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = torch.nn.RMSNorm.forward(self, x)
+    return out
+
+
 FAULTS: dict[str, tuple[str, str, Any, str, Any]] = {
     "window_off_by_one": ("mistral", "recompute", layers, "packed_attention", longer_window),
+    "windows_of_other_layers": ("gemma3_text", "recompute", Architecture, "layer_type", next_layer),
+    "one_rope": ("gemma3_text", "pp2", TwoRopes, "forward", the_others_angles),
+    "plain_norm": ("gemma3_text", "tp2.sp", layers.RMSNorm, "forward", plain_norm),
+    "window_of_gemma": ("gemma3_text", "recompute", layers, "packed_attention", longer_window),
+    "mean_of_a_rank": ("olmo2", "tp2.sp", self_attention, "over_ranks", lambda real, values, _: values),
     "no_bias_of_the_router": ("glm4_moe", "moe.tp2.sp", PolicyRouter, "_choice", without_bias),
     "shared_expert_twice": ("qwen2_moe", "ep2", shared_experts.SharedExpertMLP, "forward", doubled),
     "latent_rope_flipped": (

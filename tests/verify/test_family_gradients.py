@@ -37,7 +37,7 @@ def test_gradients_are_those_of_transformers(found: dict[str, list[dict[str, Any
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_the_model_is_seen(found: dict[str, list[dict[str, Any]]], name: str) -> None:
-    cause = "head" if name == "shared_expert_twice" else "attention"
+    cause = "head" if name in ("shared_expert_twice", "plain_norm") else "attention"
     assert found[name][0]["problems"][0].startswith(f"{cause}: ")
     assert found[name][0]["log_prob"] > 1e-4
 

@@ -94,16 +94,18 @@ def attention_chunks(hf: dict[str, Tensor], at: str, tp: int, heads: int, groups
             norm = hf[f"{at}self_attn.{x}_a_layernorm.weight"]
             found[f"self_attention.linear_{x}_up_proj.layer_norm_weight"] = by_rows([norm])
         return found
-    found = {
-        "self_attention.linear_qkv.layer_norm_weight": by_rows([hf[f"{at}input_layernorm.weight"]]),
-        "self_attention.linear_qkv.weight": by_rows([*fuse(hf, at, "weight", heads, groups).chunk(tp)]),
-    }
+    found = {"self_attention.linear_qkv.weight": by_rows([*fuse(hf, at, "weight", heads, groups).chunk(tp)])}
+    if f"{at}input_layernorm.weight" in hf:
+        norm = hf[f"{at}input_layernorm.weight"]
+        found["self_attention.linear_qkv.layer_norm_weight"] = by_rows([norm])
     if f"{at}self_attn.q_proj.bias" in hf:
         bias = fuse(hf, at, "bias", heads, groups)
         found["self_attention.linear_qkv.bias"] = by_rows([*bias.chunk(tp)])
     for x in "qk":
         if f"{at}self_attn.{x}_norm.weight" in hf:
-            found[f"self_attention.{x}_layernorm.weight"] = by_rows([hf[f"{at}self_attn.{x}_norm.weight"]])
+            norm, rows = hf[f"{at}self_attn.{x}_norm.weight"], hf[f"{at}self_attn.{x}_proj.weight"].shape[0]
+            parts = norm.chunk(tp if len(norm) == rows else 1)  # of all heads, or of one
+            found[f"self_attention.{x}_layernorm.weight"] = by_rows([*parts])
     return found
 
 
@@ -131,10 +133,10 @@ def layer_chunks(hf: dict[str, Tensor], layer: int, tp: int, heads: int, groups:
     found: dict[str, Chunks] = {
         **attention_chunks(hf, at, tp, heads, groups),
         "self_attention.linear_proj.weight": by_columns(hf[f"{at}self_attn.o_proj.weight"], tp),
-        ("pre_mlp_layernorm.weight" if moe else "mlp.linear_fc1.layer_norm_weight"): by_rows(
-            [hf[f"{at}post_attention_layernorm.weight"]]
-        ),
     }
+    if f"{at}post_attention_layernorm.weight" in hf:
+        norm = by_rows([hf[f"{at}post_attention_layernorm.weight"]])
+        found["pre_mlp_layernorm.weight" if moe else "mlp.linear_fc1.layer_norm_weight"] = norm
     found |= {ours: by_rows([hf[at + theirs]]) for theirs, ours in WHOLE.items() if at + theirs in hf}
     if not moe:
         return found | mlp_chunks(hf, f"{at}mlp", "mlp", tp)
@@ -149,8 +151,14 @@ def layer_chunks(hf: dict[str, Tensor], layer: int, tp: int, heads: int, groups:
 
 
 def unfused(hf: dict[str, Tensor], heads: int, groups: int) -> dict[str, Tensor]:
-    """Mixtral's names, and what Phi-3 and GLM-4 have as one tensor, as in other families."""
-    mixtral = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    """Mixtral's, Gemma's and OLMo's names, and what Phi-3 and GLM-4 have as one tensor, as in others."""
+    named = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    if "model.layers.0.post_feedforward_layernorm.weight" in hf:
+        named |= {
+            "post_attention_layernorm": "post_self_attn_layernorm",
+            "pre_feedforward_layernorm": "post_attention_layernorm",
+            "post_feedforward_layernorm": "post_mlp_layernorm",
+        }
     found = {}
     for name, x in hf.items():
         if "qkv_proj" in name:
@@ -161,7 +169,7 @@ def unfused(hf: dict[str, Tensor], heads: int, groups: int) -> dict[str, Tensor]
             parts = zip(("gate_proj", "up_proj"), x.chunk(2), strict=True)
             found |= {name.replace("gate_up_proj", part): values for part, values in parts}
         else:
-            found[".".join(mixtral.get(word, word) for word in name.split("."))] = x
+            found[".".join(named.get(word, word) for word in name.split("."))] = x
     return found
 
 

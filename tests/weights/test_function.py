@@ -16,7 +16,7 @@ from launch import REPO
 from megatron_fspo.config.sections import LoRA
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.state.checkpoint import _check_function
-from megatron_fspo.weights import Adapters, Architecture, hf_config, read_architecture
+from megatron_fspo.weights import Adapters, Architecture, config_file, read_architecture
 from megatron_fspo.weights.architecture import Experts, LatentAttention, Yarn
 from megatron_fspo.weights.hf_config import NEUTRAL_KEYS, SUPPORTED
 
@@ -35,7 +35,9 @@ WHOLE = replace(
         mscale_all_dim=1.0,
     ),
     window=32,
+    layer_types=("window", "full"),
     attention_scale=0.5,
+    window_rope_theta=1e4,
 )
 PARTS = ("experts", "adapters", "latent", "yarn")
 WITHOUT_EFFECT = {
@@ -60,7 +62,8 @@ def test_every_field_counts_but_four(name: str) -> None:
         assert replace(WHOLE, **{name: WITHOUT_EFFECT[name]}).function() == WHOLE.function()
         return
     value = getattr(WHOLE, name)
-    changes = [None] if name in (*PARTS, "rope_factor", "window", "attention_scale") else []
+    optional = ("rope_factor", "window", "attention_scale", "window_rope_theta")
+    changes = [None] if name in (*PARTS, *optional) else []
     if name in PARTS:
         changes += [replace(value, **{one.name: other(getattr(value, one.name))}) for one in fields(value)]
     else:
@@ -103,8 +106,10 @@ def test_every_key_of_a_family_is_honoured_refused_or_neutral(
     written = config.to_dict()
     if "qk_head_dim" not in written:  # latent attention's is given
         written["head_dim"] = 8
-    written["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
-    (tmp_path / "config.json").write_text(json.dumps({**written, "sliding_window": None}, default=str))
-    monkeypatch.setattr(hf_config, "json", SimpleNamespace(loads=lambda text: Spy(json.loads(text))))
+    if family not in ("gemma3_text", "olmo3"):  # whose layers differ in it
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+        written |= {"rope_parameters": rope, "sliding_window": None}
+    (tmp_path / "config.json").write_text(json.dumps(written, default=str))
+    monkeypatch.setattr(config_file, "json", SimpleNamespace(loads=lambda text: Spy(json.loads(text))))
     read_architecture(tmp_path)
     assert written.keys() - read - NEUTRAL_KEYS == set()

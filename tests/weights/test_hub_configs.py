@@ -37,6 +37,20 @@ FOUND: dict[str, dict[str, Any]] = {
             sigmoid=True,
         ),
     },
+    "Gemma-3-27B": {
+        "rms_norm_eps": 1e-6, "tied": True, "rope_theta": 1e6, "rope_divisor": 8.0, "window": 1024,
+        "window_rope_theta": 1e4, "zero_centered_norms": True, "gelu": True, "attention_scale": 168**-0.5,
+        "layer_types": ((*["window"] * 5, "full") * 11)[:62],
+    },
+    "OLMo-2-13B": {"rms_norm_eps": 1e-6, "rope_theta": 5e5},
+    "OLMo-3-32B": {
+        "rms_norm_eps": 1e-6, "rope_theta": 5e5, "window_rope_theta": 5e5, "window": 4096,
+        "layer_types": (*["window"] * 3, "full") * 16,
+        "yarn": Yarn(
+            rotary_scaling_factor=8.0, original_max_position_embeddings=8192, beta_fast=32.0,
+            beta_slow=1.0, mscale=1.0, mscale_all_dim=0.0,
+        ),
+    },
     "DeepSeek-V3": {
         "rms_norm_eps": 1e-6, "unused_layers": 1, "head_dim": 192, "fp8_block": (128, 128),
         "latent": LatentAttention(q_rank=1536, **LATENT),
@@ -81,6 +95,13 @@ def test_a_published_config_is_read_as_what_it_is(tmp_path: Path, model: str) ->
     assert found.fp8_block == expected.fp8_block  # not compared otherwise
 
 
+def test_the_embedding_factor_of_gemma_has_their_dtype(tmp_path: Path) -> None:
+    write(tmp_path, "Gemma-3-27B")
+    arch = read_architecture(tmp_path)
+    assert arch.embedding_factor(torch.bfloat16) == 73.5
+    assert abs(arch.embedding_factor(torch.float64) - 5376**0.5) < 1e-5
+
+
 def test_kimi_k2_is_a_larger_deepseek_v3(tmp_path: Path) -> None:
     write(tmp_path, "DeepSeek-V3", model_type="kimi_k2", n_routed_experts=384, n_group=1, topk_group=1)
     arch = read_architecture(tmp_path)
@@ -91,6 +112,13 @@ YARN = CONFIGS["DeepSeek-V3"]["rope_scaling"]
 LLAMA3 = {
     "type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
+}  # fmt: skip
+OLMO_YARN = CONFIGS["OLMo-3-32B"]["rope_scaling"]
+GEMMA: dict[str, Any] = {
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "use_bidirectional_attention": True,
+    "hidden_activation": "gelu", "query_pre_attn_scalar": 0, "sliding_window": ..., "attention_bias": True,
+    "sliding_window_pattern": 0, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+    "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}},
 }  # fmt: skip
 # Model, a key's value that changes what it computes (... where it is missing), and the key that is named.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -121,6 +149,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         ]
     ),
     ("DeepSeek-V3", {"rope_parameters": YARN | {"factor": 8}}, "rope_scaling"),
+    *(("Gemma-3-27B", {key: value}, key) for key, value in GEMMA.items()),
+    ("OLMo-3-32B", {"rope_scaling": OLMO_YARN | {"attention_factor": 1.0}}, "rope_scaling"),
+    ("OLMo-3-32B", {"rope_theta": 1e6}, "rope_theta"),
+    ("OLMo-3-32B", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_parameters"),
+    ("OLMo-3-32B", {"layer_types": ["sliding_attention"]}, "layer_types"),
+    ("OLMo-3-32B", {"sliding_window": None}, "sliding_window"),
+    ("OLMo-2-13B", {"rope_scaling": OLMO_YARN}, "rope_scaling"),
     *((model, {"rope_scaling": YARN}, "rope_scaling") for model in ("Mistral-7B-v0.1", "GLM-4.5-Air")),
     *(("Phi-4", {"rope_scaling": {"type": kind}}, "rope_scaling") for kind in ("longrope", "su", "dynamic")),
     *(("Phi-4", {"partial_rotary_factor": share}, "partial_rotary_factor") for share in (0, 1.5, "1")),
@@ -158,6 +193,8 @@ def test_what_would_be_another_model_is_refused(
         ("Phi-4", "o down"),
         ("GLM-4.5-Air", "q k v o"),
         ("Moonlight-16B-A3B", "o"),
+        ("Gemma-3-27B", "q k v o gate up down"),
+        ("OLMo-3-32B", "q k v o gate up down"),
     ],
 )
 def test_adapters_are_of_matrices_that_the_files_name(tmp_path: Path, model: str, targets: str) -> None:

@@ -64,12 +64,17 @@ def _norm(shape: Shape, pack: PlannedPack, name: str) -> Iterator[KeptTensor]:
     tokens = between(shape, pack)
     hidden = tokens * shape.arch.hidden_size
     fused = shape.device == "cuda"
-    yield KeptTensor(
-        f"input of the {name} norm", hidden * (shape.width if fused else _FP32), hidden * shape.width
-    )
-    yield KeptTensor("its 1/rms", tokens * _FP32, tokens * _FP32)
-    yield KeptTensor("its output before the weight", 0 if fused else hidden * _FP32, 0)
+    if has_parameter(shape.arch, "input_layernorm.weight"):
+        wide = hidden * (_norm_width(shape) if fused else _FP32)
+        yield KeptTensor(f"input of the {name} norm", wide, hidden * shape.width)
+        yield KeptTensor("its 1/rms", tokens * _FP32, tokens * _FP32)
+        yield KeptTensor("its output before the weight", 0 if fused else hidden * _FP32, 0)
     yield KeptTensor("its output, into a linear", hidden * shape.width, hidden * _product_width(shape))
+
+
+def _norm_width(shape: Shape) -> int:
+    """Return the bytes of a value that a local norm saves on a GPU: those that are not torch's widen it."""
+    return _FP32 if shape.arch.zero_centered_norms else shape.width
 
 
 def _attention(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
@@ -87,6 +92,9 @@ def _attention(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
         yield KeptTensor("latent q, k and v into their norms", ranks * wide + keys, ranks * width + keys)
         yield KeptTensor("latent q, k and v, into linears", ranks * width, ranks * _product_width(shape))
     normed = arch.latent is None and has_parameter(arch, "self_attention.q_layernorm.weight")
+    if arch.projection_norms:
+        normed, both = False, t * (q + kv) * width + 2 * t * _FP32
+        yield KeptTensor("q and k into their norms, and 1/rms", both, both)
     if normed:
         stats = t * (arch.num_heads + arch.num_kv_heads) / tp * _FP32
         # On a GPU the local norm saves a view of the linear's output; Transformer Engine's saves a copy.
@@ -135,8 +143,8 @@ def _mlp(shape: Shape, pack: PlannedPack, experts: bool) -> Iterator[KeptTensor]
     yield from _norm(shape, pack, "second")
     if has_parameter(arch, "mlp_bda.norm.weight"):
         size = 2 * between(shape, pack) * arch.hidden_size
-        wide = size * (width if shape.device == "cuda" else 2 * _FP32)
-        yield KeptTensor("inputs of the norms after attention and MLP", wide, wide)
+        wide = size * (_norm_width(shape) if shape.device == "cuda" else 2 * _FP32)
+        yield KeptTensor("inputs of the norms after attention and MLP", wide, size * width)
     values = _hidden_values(shape, pack, experts)
     if experts:
         assert arch.experts is not None

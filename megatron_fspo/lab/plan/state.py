@@ -133,8 +133,10 @@ def cached_values(arch: Architecture, *, embedded: bool, gpus: int) -> int:
 
 
 def within_window(arch: Architecture, tokens: float) -> float:
-    """Return the last of ``tokens`` that a token attends to, which vLLM keeps in its cache."""
-    return min(tokens, arch.window or tokens)
+    """Return the last of ``tokens`` that a token attends to, which vLLM keeps in its cache: mean over the
+    layers."""
+    window = min(tokens, arch.window or tokens)
+    return (arch.count("full") * tokens + arch.count("window") * window) / arch.num_layers
 
 
 def sending_bytes(shape: Shape) -> int:

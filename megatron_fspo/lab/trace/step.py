@@ -75,10 +75,9 @@ def _shortened(config: Config) -> Config:
 def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
     arch = find_model(request.model)
     if request.layers is not None:
-        arch = replace(arch, num_layers=request.layers)
+        arch = replace(arch.shortened(), num_layers=request.layers)
     if request.experts is not None and arch.experts is not None:
-        first = arch.dense_layers if request.layers is None else min(arch.dense_layers, 1)
-        arch = replace(arch, experts=replace(arch.experts, count=request.experts, dense_layers=first))
+        arch = replace(arch, experts=replace(arch.experts, count=request.experts))
     backend = Backend(
         device=torch.device("cuda", 0),
         collectives="nccl",

@@ -36,7 +36,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from megatron_fspo.mcore.machine.backend import Backend
-from megatron_fspo.mcore.model.packed_attention import packed_attention
+from megatron_fspo.mcore.model.packed_attention import layer_window, packed_attention
+from megatron_fspo.mcore.model.self_attention import LayerSelfAttention
 from megatron_fspo.packing.zigzag import gathered_positions, local_positions
 from megatron_fspo.weights import Architecture, has_parameter
 
@@ -46,12 +47,20 @@ if importlib.util.find_spec("transformer_engine") is None:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm whose gradient Megatron sums over tensor-parallel ranks under sequence parallelism."""
+    """RMSNorm whose gradient Megatron sums over tensor-parallel ranks under sequence parallelism. It
+    multiplies by its weight, or by 1 + weight (Gemma)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         # finalize_model_grads reads this attribute; each rank sees only its slice of the tokens.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._zero_centered = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self._zero_centered:
+            return super().forward(x)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return F.rms_norm(wide, self.normalized_shape, 1 + self.weight.to(wide.dtype), self.eps).to(x.dtype)
 
 
 class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
@@ -75,7 +84,7 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
     ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
-        self._window = config.window_size and config.window_size[0] + 1
+        self._window = layer_window(config, layer_number)
         assert pg_collection is not None
         self._cp = pg_collection.cp
 
@@ -176,10 +185,12 @@ class ResidualAdd(torch.nn.Module):
     """Adds what attention or MLP return to the residual stream: after a norm (GLM-4), or times a factor
     (Granite). In the place of Megatron's ``get_bias_dropout_add``."""
 
-    def __init__(self, config: TransformerConfig, scale: float, normed: bool) -> None:
+    def __init__(self, config: TransformerConfig, scale: float, norm: type[torch.nn.Module] | None) -> None:
         super().__init__()
         self._scale = scale
-        self.norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon) if normed else None
+        self.norm: Callable[[Tensor], Tensor] | None = None
+        if norm is not None:
+            self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
         return self._add
@@ -199,12 +210,30 @@ def block_spec(
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     experts = [config.num_moe_experts if pattern == 1 or pattern[n] else None for n in numbers]
     kinds = {count: _layer_spec(backend, config, count, arch) for count in {*experts}}
-    norm: type[torch.nn.Module] = RMSNorm
-    if backend.layers == "transformer_engine":
-        from megatron.core.extensions.transformer_engine import TENorm
+    layers = [kinds[count] for count in experts]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_norm(backend))
 
-        norm = TENorm
-    return TransformerBlockSubmodules(layer_specs=[kinds[count] for count in experts], layer_norm=norm)
+
+def _norm(backend: Backend) -> type[torch.nn.Module]:
+    """Return the class of norms that are no part of a linear layer."""
+    if backend.layers != "transformer_engine":
+        return RMSNorm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    norm: type[torch.nn.Module] = TENorm
+    return norm
+
+
+def _remove_norms(backend: Backend, layer: ModuleSpec) -> None:
+    """Take the norms before attention and MLP out of a spec."""
+    if backend.layers != "transformer_engine":
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
+        return
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+    mlp = layer.submodules.mlp  # a function in megatron-core 0.19
+    inside = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+    inside.linear_fc1 = layer.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
 
 
 def _layer_spec(
@@ -246,9 +275,14 @@ def _layer_spec(
         attention.core_attention = SDPACoreAttention
     if latent:
         layer.submodules.self_attention.module = LatentSelfAttention
+    if arch is not None and (arch.projection_norms or arch.window_rope_theta is not None):
+        layer.submodules.self_attention.module = LayerSelfAttention
+        layer.submodules.self_attention.params |= {"arch": arch}
+    if arch is not None and not has_parameter(arch, "input_layernorm.weight"):
+        _remove_norms(backend, layer)
     for place in ("self_attn_bda", "mlp_bda"):
         normed = arch is not None and has_parameter(arch, f"{place}.norm.weight")
         if (scale := arch.residual_scale if arch else 1.0) != 1 or normed:
-            how = {"config": config, "scale": scale, "normed": normed}
+            how = {"config": config, "scale": scale, "norm": _norm(backend) if normed else None}
             setattr(layer.submodules, place, ModuleSpec(module=ResidualAdd, params=how))
     return layer

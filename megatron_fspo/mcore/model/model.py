@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from megatron_fspo.mcore.machine.backend import Backend
 from megatron_fspo.mcore.machine.sizes import padded_vocab_size
 from megatron_fspo.mcore.model.layers import block_spec
 from megatron_fspo.mcore.model.router import install_routers
+from megatron_fspo.mcore.model.self_attention import TwoRopes
 from megatron_fspo.weights import Architecture, has_parameter
 
 
@@ -55,9 +56,11 @@ def transformer_config(
         add_qkv_bias=has_parameter(arch, "self_attention.linear_qkv.bias"),
         softmax_scale=arch.attention_scale,
         window_size=None if arch.window is None else (arch.window - 1, 0),
+        window_attn_skip_freq=[int(arch.layer_type(n) == "window") for n in range(arch.num_layers)],
+        layernorm_zero_centered_gamma=arch.zero_centered_norms,
         rotary_interleaved=arch.rotary_interleaved,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=_activation(arch, backend),
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -92,6 +95,18 @@ def transformer_config(
     )
 
 
+def _activation(arch: Architecture, backend: Backend) -> Callable[[Tensor], Tensor]:
+    """Return the function of the MLP's gate. Megatron's fused product takes the erf form as sign for tanh."""
+    if not arch.gelu:
+        return F.silu
+    return F.gelu if backend.config_flags()["bias_activation_fusion"] else gelu_tanh
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Compute GELU in its tanh form."""
+    return F.gelu(x, approximate="tanh")
+
+
 def _unset(weight: Tensor) -> None:
     """Megatron's ``init_method``: fill with NaN, so that a weight which no checkpoint fills is noticed.
 
@@ -107,7 +122,7 @@ def _attention(arch: Architecture) -> dict[str, Any]:
     # Megatron's fused RoPE of packs ignores that neighbours are rotated; latent attention's needs YaRN.
     fused = {"apply_rope_fusion": False} if latent or arch.rotary_interleaved else {}
     if latent is None:
-        normed = has_parameter(arch, "self_attention.q_layernorm.weight")
+        normed = has_parameter(arch, "self_attention.q_layernorm.weight") and not arch.projection_norms
         return {"kv_channels": arch.head_dim, "qk_layernorm": normed, **fused}
     return {
         "q_lora_rank": latent.q_rank,
@@ -175,13 +190,16 @@ def build_chunks(arch: Architecture, config: TransformerConfig, backend: Backend
             position_embedding_type="rope",
             rotary_percent=arch.rotary_share,
             rotary_base=int(arch.rope_theta),
+            seq_len_interpolation_factor=arch.rope_divisor if arch.rope_divisor != 1 else None,
             rope_scaling=arch.rope_factor is not None,
             rope_scaling_factor=arch.rope_factor or 1.0,
             vp_stage=vp_stage,
         )
+        if arch.window_rope_theta is not None:
+            model.rotary_pos_emb = TwoRopes(arch, model.rotary_pos_emb)
         chunks.append(model.to(backend.device))  # norms and routers are created on the CPU
-        if model.pre_process and arch.embedding_scale != 1:
-            model.embedding.register_forward_hook(lambda *call: call[-1] * arch.embedding_scale)
+        if model.pre_process and (scale := arch.embedding_factor(config.params_dtype)) != 1:
+            model.embedding.register_forward_hook(lambda *call, scale=scale: call[-1] * scale)
         if model.post_process and arch.logits_divisor != 1:
             norm = model.decoder.final_layernorm
             norm.register_forward_hook(lambda *call: call[-1] / arch.logits_divisor)

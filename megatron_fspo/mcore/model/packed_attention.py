@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_fspo.packing.batch import Prefix
@@ -49,6 +51,13 @@ class Call(NamedTuple):
     causal: bool
     together: bool
     """One kernel call computes all parts."""
+
+
+def layer_window(config: TransformerConfig, layer_number: int) -> int | None:
+    """Return the tokens that a token attends to in a layer, counted from 1 over the model; None: all."""
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    return int(config.window_size[0]) + 1
 
 
 def make_parts(borders: Sequence[int], prefixes: Sequence[Prefix]) -> list[Part]:

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from torch import Tensor
 
-from megatron_fspo.mcore.model.packed_attention import packed_attention
+from megatron_fspo.mcore.model.packed_attention import layer_window, packed_attention
 
 
 class SharingAttention(TEDotProductAttention):  # type: ignore[misc, unused-ignore]
@@ -18,6 +18,6 @@ class SharingAttention(TEDotProductAttention):  # type: ignore[misc, unused-igno
         if batch is None or not batch.prefixes:
             out: Tensor = super().forward(query, key, value, *args, **kwargs)
             return out
-        borders, window = batch.on_host.borders.tolist(), self.config.window_size
-        how = {"scale": self.softmax_scale, "window": window and window[0] + 1}
+        borders = batch.on_host.borders.tolist()
+        how: Any = {"scale": self.softmax_scale, "window": layer_window(self.config, self.layer_number)}
         return packed_attention(query, key, value, borders, batch.prefixes, **how).flatten(1)

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_fspo.mcore.model.packed_attention import layer_window
 from megatron_fspo.parallel.groups import ParallelGroups, any_rank, broadcast_first
 
 # Attributes in which Megatron keeps the flag for sequence parallelism.
@@ -212,7 +213,7 @@ def _settings(chunks: Sequence[GPTModel], max_tokens: int) -> Iterator[tuple[Any
     for chunk in chunks:
         for layer in chunk.decoder.layers:
             scale = getattr(layer.self_attention, "softmax_scale", chunk.config.softmax_scale)
-            window = chunk.config.window_size and chunk.config.window_size[0] + 1
+            window = layer_window(chunk.config, layer.layer_number)
             yield layer.self_attention, "core_attention", _CachedAttention(max_tokens, scale, window)
         # Latent attention has angles of its own in every layer.
         latent = chunk.config.multi_latent_attention
