@@ -12,7 +12,7 @@ import families
 from launch import REPO
 
 _DENSE = ("mistral", "phi3", "granite", "glm4", "gemma3", "olmo2", "olmo3")
-NEW = (*_DENSE, "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight")
+NEW = (*_DENSE, "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight", "gpt_oss")
 LETTERS = REPO / "examples/make_sum/checkpoint"
 _SIZES = {
     "vocab_size": 14,
@@ -28,7 +28,7 @@ _SIZES = {
 
 def write(family: str, folder: Path, **changes: Any) -> Path:
     """A float32 checkpoint of random weights: first layers dense where the family has such, a window that is
-    shorter than the responses, and biases of routers that decide."""
+    shorter than the responses, and biases and sinks that matter."""
     from transformers import AutoModelForCausalLM
 
     sizes = {**_SIZES, "initializer_range": 0.15} | changes
@@ -38,12 +38,17 @@ def write(family: str, folder: Path, **changes: Any) -> Path:
         sizes["sliding_window"] = 12
     if family in ("gemma3", "olmo3"):
         sizes["layer_types"] = ["sliding_attention", "full_attention"] * (sizes["num_hidden_layers"] // 2)
+    if family == "gpt_oss":
+        sizes |= {"sliding_window": 12, "intermediate_size": 40, "layer_types": None}
     torch.manual_seed(len(family))
     model = AutoModelForCausalLM.from_config(families.config(family, **sizes))
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape) * 0.3)
+        for name, parameter in model.named_parameters():
+            if family == "gpt_oss" and name.endswith(("bias", "sinks")):
+                parameter.copy_(torch.randn(parameter.shape) * 0.3)
     model.float().save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(LETTERS / name, folder / name)

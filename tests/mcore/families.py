@@ -14,10 +14,19 @@ from backend import ENGINE, fitting, supported
 from megatron_fspo.config import Parallel
 
 VOCAB = 1237  # a prime: every tensor-parallel size pads
-DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "granite", "glm4", "gemma3", "olmo2", "olmo3")
-EXPERTS = ("moe_normalised", "moe_raw", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight")
+DENSE = (
+    *("llama", "qwen2", "qwen3", "qwen3_yarn", "mistral", "phi3", "granite", "glm4"),
+    *("gemma3", "olmo2", "olmo3"),
+)
+EXPERTS = (
+    *("moe_normalised", "moe_raw", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight"),
+    "gpt_oss",
+)
 FAMILIES = (*DENSE, *EXPERTS)
-FEWER = ("mistral", "phi3", "granite", "qwen2_moe", "glm4_moe", "moonlight", "gemma3", "olmo2")
+FEWER = (
+    *("mistral", "phi3", "granite", "qwen2_moe", "glm4_moe", "moonlight", "gemma3", "olmo2"),
+    "qwen3_yarn",
+)
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -77,11 +86,26 @@ _OLMO3 = {
 }
 _OLMO3_WINDOW = {"rope_type": "default", "rope_theta": 500_000.0}
 _MIXED = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"] * 2}
+# As Qwen documents it for long contexts, and as in gpt-oss.
+_LONG = {**_ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+_UNROUNDED = {**_LONG, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+_OSS = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 40,
+    "head_dim": 16,
+    "sliding_window": 40,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": _UNROUNDED,
+    "swiglu_limit": 1.0,
+}
 # Family → transformers' name of it, whether the head is the embedding, and sizes of its own.
 _OWN: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "llama": ("llama", False, {"head_dim": 16, "rope_parameters": _LLAMA3}),
     "qwen2": ("qwen2", False, {}),
     "qwen3": ("qwen3", True, {"head_dim": 20}),
+    "qwen3_yarn": ("qwen3", False, {"head_dim": 16, "rope_parameters": _LONG}),
+    "gpt_oss": ("gpt_oss", False, _OSS),
     "moe_normalised": ("qwen3_moe", False, {**_MOE, "norm_topk_prob": True}),
     "mixtral": ("mixtral", False, {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}),
     "moe_raw": ("qwen3_moe", True, {**_MOE, "norm_topk_prob": False}),

@@ -72,6 +72,10 @@ _OWN: dict[str, dict] = {
         **_SIGMOID, "hidden_size": 32, "q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 6,
         "qk_rope_head_dim": 4, "v_head_dim": 8,
     },
+    "gpt_oss": {
+        "hidden_size": 32, "head_dim": 8, "num_local_experts": EXPERTS, "num_experts_per_tok": 2,
+        "intermediate_size": 32,
+    },
 }  # fmt: skip
 
 
@@ -89,9 +93,9 @@ def save_model(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        family, vocab_size=VOCAB, intermediate_size=24, num_hidden_layers=2, num_attention_heads=heads,
+        family, vocab_size=VOCAB, num_hidden_layers=2, num_attention_heads=heads,
         num_key_value_heads=heads if family == "deepseek_v3" else kv_heads, tie_word_embeddings=tied,
-        **_OWN[family],
+        **{"intermediate_size": FFN, **_OWN[family]},
     )  # fmt: skip
     torch.manual_seed(heads + kv_heads + tied)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
