@@ -23,7 +23,28 @@ def _deepseek(layers: int, hidden: int, ffn: int, heads: int, **more: Any) -> di
     )  # fmt: skip
 
 
+def _gpt_oss(layers: int, experts: int) -> dict:
+    config = _config(
+        "gpt_oss", layers, 2880, 2880, 64, 8, head_dim=64, rope_theta=150000, vocab_size=201088,
+        max_position_embeddings=131072, initial_context_length=4096, num_local_experts=experts,
+        num_experts_per_tok=4, experts_per_token=4, attention_bias=True, sliding_window=128, swiglu_limit=7.0,
+        layer_types=["sliding_attention", "full_attention"] * (layers // 2), output_router_logits=False,
+        router_aux_loss_coef=0.9,
+        rope_scaling={
+            "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
+            "beta_slow": 1.0, "truncate": False,
+        },
+        quantization_config={
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+        },
+    )  # fmt: skip
+    return {key: value for key, value in config.items() if key != "torch_dtype"}  # they have none
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "Mistral-7B-v0.1": _config(
         "mistral", 32, 4096, 14336, 32, 8, sliding_window=4096, vocab_size=32000,
         max_position_embeddings=32768,
@@ -100,6 +121,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Sizes are the published ones, written from memory: no file of theirs was loaded here."""
 BILLIONS = {
+    "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
     "Mistral-7B-v0.1": 7.24, "Phi-4": 14.7, "Granite-3.1-8B": 8.17, "GLM-4-9B-0414": 9.4,
     "Qwen1.5-MoE-A2.7B": 14.3, "GLM-4.5-Air": 106, "Gemma-3-27B": 27.0,
     "OLMo-2-13B": 13.7, "OLMo-3-32B": 32.2, "DeepSeek-V3": 671, "Moonlight-16B-A3B": 16,

@@ -14,7 +14,7 @@ import torch
 from launch import REPO
 
 _DENSE = ("mistral", "phi3", "granite", "glm4", "gemma3_text", "olmo2", "olmo3")
-NEW = (*_DENSE, "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight")
+NEW = (*_DENSE, "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight", "gpt_oss")
 LETTERS = REPO / "examples/make_sum/checkpoint"
 VOCAB = 1237  # a prime: every tensor-parallel size pads
 _SIZES: dict[str, Any] = {
@@ -53,10 +53,18 @@ _OLMO3 = {
     "rope_type": "yarn", "rope_theta": 500_000.0, "factor": 8.0, "original_max_position_embeddings": 32,
     "attention_factor": 0.1 * math.log(8) + 1,
 }  # fmt: skip
+# As Qwen documents it for long contexts, and as in gpt-oss.
+_LONG = {**_ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+_UNROUNDED = {**_LONG, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _OWN: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 16, "rope_parameters": _LLAMA3},
     "qwen2": {},
     "qwen3": {"tie_word_embeddings": True, "head_dim": 20},
+    "qwen3_yarn": {"model_type": "qwen3", "head_dim": 16, "rope_parameters": _LONG},
+    "gpt_oss": {
+        **_MIXED, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 40, "head_dim": 16,
+        "rope_parameters": _UNROUNDED, "swiglu_limit": 1.0,
+    },
     "qwen3_moe": {**_MOE, "norm_topk_prob": True},
     "moe_raw": {**_MOE, "model_type": "qwen3_moe", "tie_word_embeddings": True, "norm_topk_prob": False},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16},
@@ -110,13 +118,14 @@ def biases(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def write(family: str, folder: Path, **changes: Any) -> Path:
     """A float32 checkpoint of random weights: first layers dense where the family has such, a window that is
-    shorter than the responses, and biases of routers that decide."""
+    shorter than the responses, and biases and sinks that matter."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(len(family))
     model = AutoModelForCausalLM.from_config(config(family, {"sliding_window": 12}, **_SMALL | changes))
     with torch.no_grad():
-        for bias in biases(model):
+        learned = [value for name, value in model.named_parameters() if name.endswith(("bias", "sinks"))]
+        for bias in (*biases(model), *(learned if family == "gpt_oss" else ())):
             bias.copy_(torch.randn(bias.shape) * 0.3)
     model.float().save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):

@@ -132,6 +132,7 @@ def narrow(arch: Architecture) -> Architecture:
         arch.latent, q_rank=arch.latent.q_rank and 10, kv_rank=12, rope_size=4, value_size=6
     )
     experts = arch.experts
+    one_size = experts is not None and experts.ffn_size == arch.ffn_size  # in some families one key
     if experts is not None:
         shared = 24 * (experts.shared_ffn_size // experts.ffn_size or experts.shared_ffn_size > 0)
         experts = replace(experts, ffn_size=24, shared_ffn_size=shared)
@@ -140,7 +141,7 @@ def narrow(arch: Architecture) -> Architecture:
         hidden_size=32,
         head_dim=8,
         # Divisible by the same powers of 2 (up to 64) as the run's own.
-        ffn_size=math.gcd(arch.ffn_size, 64),
+        ffn_size=24 if one_size else math.gcd(arch.ffn_size, 64),
         experts=experts,
         latent=latent,
         window=arch.window and 8,

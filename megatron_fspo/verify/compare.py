@@ -90,12 +90,13 @@ class _ShardError(NamedTuple):
 
 def _gradient_errors(policy: Policy, outcome: Outcome, want: Reference) -> dict[str, GradientError]:
     mine: list[_ShardError] = []
+    tp = policy.groups.tp
     for row, gradient in outcome.gradients:
         got, right = gradient.double().cpu(), cut_shard(row, want.gradients, policy)
         mine.append(
             _ShardError(
                 name=f"{row.hf[0].name}{' (the copy on the last stage)' if row.copy else ''}",
-                shard=0 if row.layout == "replicated" or row.in_expert else policy.groups.tp.rank(),
+                shard=row.expert if row.in_expert else tp.rank() * (row.layout != "replicated"),
                 gap=(got - right).abs().max().item(),
                 scale=right.abs().max().item(),
                 product=(got * right).sum().item(),

@@ -47,6 +47,8 @@ class HFModel:
         # Where positions begin anew, transformers masks earlier tokens.
         positions = torch.cat([torch.arange(int(count)) for count in rows.bincount()])[None]
         inputs = {"input_ids": torch.tensor(ids)[None], "position_ids": positions, "use_cache": False}
+        if self._arch.model_type == "gpt_oss":  # which does not
+            inputs["attention_mask"] = _masks(rows, self._arch.window or len(rows))
         with ExitStack() as stack:
             for module in self._model.modules():
                 if "Router" in type(module).__name__:
@@ -60,6 +62,8 @@ class HFModel:
         named = {plain_name(name): tensor for name, tensor in weights.items() if ".lora_" not in name}
         for layer in range(self._arch.dense_layers, self._arch.num_layers):
             block = f"model.layers.{layer}.mlp.experts"
+            if f"{block}.gate_up_proj" in named:
+                continue  # as in the files
             each = [
                 [named.pop(f"{block}.{expert}.{one}_proj.weight") for one in ("gate", "up", "down")]
                 for expert in range(self._arch.num_experts)
@@ -85,6 +89,16 @@ class HFModel:
             return logits, weights * experts.scale, chosen
 
         return hook
+
+
+def _masks(rows: Tensor, window: int) -> dict[str, Tensor]:
+    """Return what is added to the scores [1, 1, t, t] of each kind of layer."""
+    seen = (rows[:, None] == rows).tril()
+    kinds = {"full_attention": seen, "sliding_attention": seen.triu(1 - window)}
+    return {
+        kind: torch.zeros(seen.shape).masked_fill(~mask, -torch.inf)[None, None]
+        for kind, mask in kinds.items()
+    }
 
 
 class _Wide(TorchFunctionMode):
@@ -117,6 +131,7 @@ def hf_config(arch: Architecture) -> dict[str, Any]:
     if arch.yarn is not None:
         rope |= {"rope_type": "yarn", **vars(arch.yarn)}
         rope["factor"] = rope.pop("rotary_scaling_factor")
+        rope["truncate"] = rope.pop("correction_range_round_to_int")
         if not arch.yarn.mscale_all_dim:
             del rope["mscale"], rope["mscale_all_dim"]
     if arch.rope_divisor != 1:
@@ -124,6 +139,7 @@ def hf_config(arch: Architecture) -> dict[str, Any]:
     if arch.model_type in ("gemma3_text", "olmo3"):
         theta = arch.window_rope_theta or arch.rope_theta
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
+    oss = arch.model_type == "gpt_oss"
     # fmt: off
     config: dict[str, Any] = {
         "model_type": arch.model_type, "dtype": "float32", "hidden_act": "silu", "pad_token_id": None,
@@ -136,7 +152,7 @@ def hf_config(arch: Architecture) -> dict[str, Any]:
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": round((arch.attention_scale or 1.0) ** -2),
         "sliding_window": arch.window, "qkv_bias": arch.qkv_bias,
-        "attention_bias": arch.qkv_bias and arch.model_type != "qwen2_moe",
+        "attention_bias": oss or (arch.qkv_bias and arch.model_type != "qwen2_moe"),
         "use_qk_norm": arch.qk_norm, "attention_multiplier": arch.attention_scale or 1.0,
         "embedding_multiplier": arch.embedding_scale, "residual_multiplier": arch.residual_scale,
         "logits_scaling": arch.logits_divisor,
@@ -149,7 +165,7 @@ def hf_config(arch: Architecture) -> dict[str, Any]:
             "qk_nope_head_dim": arch.head_dim - latent.rope_size, "qk_rope_head_dim": latent.rope_size,
         }
     if (experts := arch.experts) is not None:
-        mixtral = arch.model_type == "mixtral"
+        mixtral = oss or arch.model_type == "mixtral"
         config |= {
             "n_routed_experts" if experts.sigmoid else "num_local_experts" if mixtral else "num_experts":
                 experts.count,
@@ -158,7 +174,7 @@ def hf_config(arch: Architecture) -> dict[str, Any]:
             "shared_expert_intermediate_size": experts.shared_ffn_size,
             "n_shared_experts": experts.shared_ffn_size // experts.ffn_size, "n_group": experts.groups,
             "topk_group": experts.group_top_k, "first_k_dense_replace": experts.dense_layers,
-            "routed_scaling_factor": experts.scale,
+            "routed_scaling_factor": experts.scale, "swiglu_limit": experts.clamp,
         }
     if arch.layer_types:
         kinds = {"full": "full_attention", "window": "sliding_attention", "linear": "linear_attention"}

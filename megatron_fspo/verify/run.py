@@ -184,7 +184,7 @@ def references(
         weights = {name: tensor.double() for name, tensor in _weights(model, dtypes).items()}
         for name in adapter_shapes(model) or weights:
             weights[name].requires_grad_(not name.endswith("e_score_correction_bias"))
-        own = model.model_type in FAMILIES and model.window is None
+        own = model.model_type in FAMILIES and model.window is None and model.yarn is None
         compute = None if own else HFModel(model).logits
         samples, dense = make_samples(model), model.experts is None
         whole = _adapted(weights, model)

@@ -14,6 +14,7 @@ from megatron_fspo.weights.hf_config import read_architecture
 from megatron_fspo.weights.hf_reader import HFReader
 from megatron_fspo.weights.hf_writer import write_hf_checkpoint
 from megatron_fspo.weights.load import (
+    Stacks,
     check_checkpoint,
     check_coverage,
     is_megatron,
@@ -44,9 +45,10 @@ from megatron_fspo.weights.table import adapter_shapes, expected_hf_shapes, has_
 
 __all__ = [
     "Adapters", "Architecture", "Difference", "Experts", "HFReader", "Manifest", "MegatronReader", "Reader",
-    "Row", "TensorRecord", "adapter_shapes", "check_checkpoint", "check_coverage", "check_tensor_parallel",
-    "compare", "compare_with_manifest", "expected_hf_shapes", "from_megatron_shards", "has_parameter",
-    "is_megatron", "iterate_hf_tensors", "load_into", "open_checkpoint", "read_adapters", "read_architecture",
-    "read_manifest", "resolve", "row_blocks", "shard_shape", "shard_slices", "size_in_bytes", "stream",
-    "to_megatron_shard", "write_adapters", "write_hf_checkpoint", "write_megatron_checkpoint",
+    "Row", "Stacks", "TensorRecord", "adapter_shapes", "check_checkpoint", "check_coverage",
+    "check_tensor_parallel", "compare", "compare_with_manifest", "expected_hf_shapes", "from_megatron_shards",
+    "has_parameter", "is_megatron", "iterate_hf_tensors", "load_into", "open_checkpoint", "read_adapters",
+    "read_architecture", "read_manifest", "resolve", "row_blocks", "shard_shape", "shard_slices",
+    "size_in_bytes", "stream", "to_megatron_shard", "write_adapters", "write_hf_checkpoint",
+    "write_megatron_checkpoint",
 ]  # fmt: skip

@@ -42,6 +42,9 @@ class Experts:
     groups: int = 1
     """A token's experts are in ``group_top_k`` of these groups, by the sums of their two best choices."""
     group_top_k: int = 1
+    clamp: float | None = None
+    """Limit of gate (above) and up, with which an expert computes gate · sigmoid(1.702 · gate) · (up + 1);
+    None: silu(gate) · up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,9 @@ class Yarn:
     mscale: float
     """Angles' factor 0.1 · mscale · ln(scaling factor) + 1, over the same of ``mscale_all_dim``."""
     mscale_all_dim: float
-    """Attention's factor is the square of the like."""
+    """Latent attention's factor is the square of the like."""
+    correction_range_round_to_int: bool = True
+    """The range of the values between the two frequencies is rounded to whole ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +228,11 @@ class Architecture:
     def expert_ffn_size(self) -> int:
         """Hidden size of an expert's MLP; 0 in a dense model."""
         return self.experts.ffn_size if self.experts else 0
+
+    @property
+    def expert_gate_up_size(self) -> int:
+        """Rows of gate and up of an expert; 0 in a dense model."""
+        return 2 * self.expert_ffn_size
 
     @property
     def shared_ffn_size(self) -> int:

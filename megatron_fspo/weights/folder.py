@@ -97,9 +97,11 @@ def copy_side_files(source: Path, folder: Path, dtype: torch.dtype | None) -> No
         shutil.copyfile(source / path, folder / path)
     config = json.loads((source / "config.json").read_bytes())
     changed = dict(config)
-    changed.pop("quantization_config", None)
+    names = {"dtype", "torch_dtype"}
+    if changed.pop("quantization_config", None) and not names & config.keys():
+        changed["dtype"] = "bfloat16"  # gpt-oss's has none
     if dtype is not None:
-        for key in {"dtype", "torch_dtype"} & config.keys():
+        for key in names & changed.keys():
             changed[key] = dtype_name(dtype)
     if changed != config:
         text = json.dumps(changed, indent=2, ensure_ascii=False) + "\n"

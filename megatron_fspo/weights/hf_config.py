@@ -25,11 +25,12 @@ from megatron_fspo.weights.rope import (
 
 SUPPORTED = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "mistral", "phi3", "granite", "glm4", "qwen2_moe",
-    "glm4_moe", "deepseek_v3", "gemma3_text", "olmo2", "olmo3",
+    "glm4_moe", "deepseek_v3", "gemma3_text", "olmo2", "olmo3", "gpt_oss",
 )  # fmt: skip
 NEUTRAL_KEYS = frozenset(
     "_name_or_path architectures attention_dropout bos_token_id chunk_size_feed_forward embd_pdrop"
-    " eos_token_id id2label initializer_range is_encoder_decoder label2id max_window_layers"
+    " eos_token_id experts_per_token id2label initial_context_length initializer_range is_encoder_decoder"
+    " label2id max_window_layers"
     " original_max_position_embeddings output_attentions output_hidden_states output_router_logits"
     " cache_implementation _sliding_window_pattern"
     " pad_token_id pretraining_tp problem_type resid_pdrop return_dict router_aux_loss_coef"
@@ -37,17 +38,16 @@ NEUTRAL_KEYS = frozenset(
 )
 """Keys that do not change what a model computes; all others of a supported family count or are refused."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_WITH_WINDOW = ("mistral", "mixtral", "phi3")
+_WITH_WINDOW = ("mistral", "mixtral", "phi3", "gpt_oss")
 _GLM = ("glm4", "glm4_moe")
 _LAYER_TYPES: dict[str, LayerType] = {
     "full_attention": "full", "sliding_attention": "window", "linear_attention": "linear"
 }  # fmt: skip
-_MIXED: dict[str, tuple[str, ...]] = {
-    "gemma3_text": ("sliding_attention", "full_attention"),
-    "olmo3": ("sliding_attention", "full_attention"),
-}
+_MIXED: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("gemma3_text", "olmo3", "gpt_oss"), ("sliding_attention", "full_attention")
+)
 """Family whose layers differ → the layers that it may have."""
-_PATTERNS = {"gemma3_text": 6, "olmo3": 4}
+_PATTERNS = {"gemma3_text": 6, "olmo3": 4, "gpt_oss": 2}
 """Family → every how many layers one has no window, without the key ``layer_types``."""
 _GEMMA = {
     "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
@@ -122,7 +122,7 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
 
 def _fp8_block(config: ConfigFile) -> tuple[int, int] | None:
     quantization = config.optional("quantization_config")
-    if quantization is None:
+    if quantization is None or (isinstance(quantization, dict) and _is_mxfp4(config)):
         return None
     block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
     if (
@@ -136,21 +136,31 @@ def _fp8_block(config: ConfigFile) -> tuple[int, int] | None:
     return block[0], block[1]
 
 
+def _is_mxfp4(config: ConfigFile) -> bool:
+    """Return True for gpt-oss's own files, whose experts have 4 bits a value."""
+    quantization = config.optional("quantization_config")
+    of_family = config.optional("model_type") == "gpt_oss" and isinstance(quantization, dict)
+    return of_family and quantization.get("quant_method") == "mxfp4"
+
+
 def _refuse_unsupported(config: ConfigFile, family: str) -> None:
     for key, legal, families in (
-        ("attention_bias", "the biases of Qwen2's and GLM's q, k and v are", _GLM),
+        ("attention_bias", "the biases of Qwen2's and GLM's q, k and v are", (*_GLM, "gpt_oss")),
         ("mlp_bias", "the biases of Qwen2's and GLM's q, k and v are", ()),
         ("use_sliding_window", "windows of Mistral, Mixtral and Phi-3 are", ()),
     ):
         if config.optional(key) and family not in families:
             raise config.error(key, f"is true; only {legal} supported")
+    for key, only in (("attention_bias", True), ("swiglu_alpha", 1.702)) if family == "gpt_oss" else ():
+        if config.optional(key) not in (None, only):
+            raise config.error(key, f"is {config.values[key]!r:.50}; only {only} is supported")
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if config.optional(key):
             raise config.error(key, f"is {config.values[key]!r:.50}, which is not supported")
     gemma = family == "gemma3_text"
-    key, only = ("hidden_activation", "gelu_pytorch_tanh") if gemma else ("hidden_act", "silu")
-    if config.required(key, str) != only:
-        raise config.error(key, f"is {config.values[key]!r}; only {only!r} is supported")
+    name, legal = ("hidden_activation", "gelu_pytorch_tanh") if gemma else ("hidden_act", "silu")
+    if config.required(name, str) != legal:
+        raise config.error(name, f"is {config.values[name]!r}; only {legal!r} is supported")
 
 
 def _layer_types(config: ConfigFile, family: str) -> tuple[LayerType, ...]:
@@ -216,19 +226,21 @@ def _latent(config: ConfigFile) -> LatentAttention:
 
 
 def _experts(config: ConfigFile, family: str) -> Experts | None:
-    if family not in ("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3"):
+    if family not in ("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3", "gpt_oss"):
         return None
     if config.optional("decoder_sparse_step") not in (None, 1) or config.optional("mlp_only_layers"):
         raise config.error("mlp_only_layers", "or decoder_sparse_step: all layers must have experts")
+    oss = family == "gpt_oss"
     # Mixtral and transformers 5 write num_local_experts; Qwen3-MoE's files on the Hub have num_experts.
     keys = ("n_routed_experts", "num_experts", "num_local_experts")
-    mixtral, sigmoid = family == "mixtral", family in ("glm4_moe", "deepseek_v3")
+    only, sigmoid = family in ("mixtral", "gpt_oss"), family in ("glm4_moe", "deepseek_v3")
     experts = Experts(
         count=config.size(next((key for key in keys if key in config.values), keys[-1])),
         per_token=config.size("num_experts_per_tok"),
-        ffn_size=config.size("intermediate_size" if mixtral else "moe_intermediate_size"),
-        normalize_top_k=mixtral or config.required("norm_topk_prob", bool),
+        ffn_size=config.size("intermediate_size" if only else "moe_intermediate_size"),
+        normalize_top_k=only or config.required("norm_topk_prob", bool),
         shared_ffn_size=config.size("shared_expert_intermediate_size") if family == "qwen2_moe" else 0,
+        clamp=config.positive("swiglu_limit", config.values.get("swiglu_limit", 7.0)) if oss else None,
     )
     if experts.per_token > experts.count:
         raise config.error("num_experts_per_tok", f"is {experts.per_token}; num_experts is {experts.count}")
@@ -262,6 +274,8 @@ def _sigmoid_experts(config: ConfigFile, experts: Experts) -> Experts:
 def _dtype(config: ConfigFile) -> torch.dtype:
     """Read the dtype: transformers 5 writes ``dtype``, transformers 4 ``torch_dtype``."""
     key = "torch_dtype" if config.optional("dtype") is None and "torch_dtype" in config.values else "dtype"
+    if config.optional(key) is None and _is_mxfp4(config):
+        return torch.bfloat16  # of its other tensors
     name = config.required(key, str)
     if name not in _DTYPES:
         raise config.error(key, f"is {name!r}; supported: {', '.join(_DTYPES)}")

@@ -1,9 +1,10 @@
-"""Read Hugging Face checkpoints: safetensors in floats or FP8 with block scales, never pickles."""
+"""Read Hugging Face checkpoints: safetensors in floats, FP8 or MXFP4 with scales, never pickles."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _FP8 = "F8_E4M3"
 _SCALE = "_scale_inv"
+_MXFP4 = "MXFP4"
+_FP4 = torch.tensor([sign * x for sign in (1, -1) for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
+"""Values of the 16 codes."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,8 @@ class HFReader:
     """The tensors of a Hugging Face checkpoint folder; a :class:`Reader`.
 
     FP8 weights (DeepSeek's format, which Qwen3 uses too) are read in the config's dtype: each value times the
-    scale of its ``weight_block_size`` block in ``*_scale_inv``.
+    scale of its ``weight_block_size`` block in ``*_scale_inv``. So are experts in MXFP4 (gpt-oss):
+    ``*_blocks`` has 32 values in 16 bytes, ``*_scales`` the exponent of their common factor.
 
     Raises:
         InputError: files or index are inconsistent or damaged.
@@ -58,6 +63,9 @@ class HFReader:
         if unlisted := self._entries.keys() - weight_map.keys() if weight_map else ():
             raise InputError(f"{index} does not list {min(unlisted)} in {self.file(min(unlisted))}")
         self._scales = self._pair_scales()
+        self._packed = dict(self._pair_blocks())
+        if self._packed:
+            self._dequantised = read_architecture(self.folder).dtype
         self._opened: Path | None = None
         self._mapped = 0
 
@@ -97,6 +105,21 @@ class HFReader:
                 raise InputError(f"{scale.path}: {got}; blocks of {block} need floats of shape {blocks}")
         return scales
 
+    def _pair_blocks(self) -> Iterator[tuple[str, tuple[_Entry, _Entry]]]:
+        """Replace MXFP4's blocks [E, out, in / 32, 16] and scales [E, out, in / 32] by the tensor
+        [E, in, out]; yield them by its name."""
+        for name in [key.removesuffix("_blocks") for key in self._entries if key.endswith("_blocks")]:
+            blocks, scales = (self._entries.pop(f"{name}{end}", None) for end in ("_blocks", "_scales"))
+            assert blocks is not None
+            kinds = {entry.dtype for entry in (blocks, scales) if entry}
+            if scales is None or kinds != {"U8"} or blocks.shape != (*scales.shape, 16):
+                raise InputError(f"{blocks.path}: {name}_blocks has no {name}_scales that fit it")
+            if len(scales.shape) != 3 or name in self._entries:
+                raise InputError(f"{blocks.path}: {name}_blocks is not of three dimensions, or there twice")
+            experts, rows, groups = scales.shape
+            self._entries[name] = _Entry(blocks.path, (experts, 32 * groups, rows), _MXFP4)
+            yield name, (blocks, scales)
+
     def names(self) -> set[str]:
         return set(self._entries)
 
@@ -112,9 +135,10 @@ class HFReader:
         return self._entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype in the file, or in the config for FP8; raises ``InputError`` unless a plain float."""
+        """The dtype in the file, or in the config for FP8 and MXFP4; raises ``InputError`` for others unless
+        plain floats."""
         dtype = self._entry(name).dtype
-        if dtype == _FP8:
+        if dtype in (_FP8, _MXFP4):
             return self._dequantised
         if dtype not in _DTYPES:
             raise InputError(f"{name} in {self.file(name)} is {dtype}; supported: {', '.join(_DTYPES)}")
@@ -122,6 +146,8 @@ class HFReader:
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         entry = self._entry(name)
+        if entry.dtype == _MXFP4:
+            return self._unpacked(name, slices or (slice(None),) * 3)
         values = self._read(entry, name, slices)
         if entry.dtype != _FP8:
             return values
@@ -132,6 +158,16 @@ class HFReader:
         )
         scale = self._read(self._scales[name], f"{name}{_SCALE}", None).float()
         return (values.float() * scale[rows][:, columns]).to(self._dequantised)
+
+    def _unpacked(self, name: str, slices: Slices) -> Tensor:
+        experts, inputs, outputs = slices
+        blocks, scales = (
+            self._read(entry, f"{name}_{kind}", (experts, outputs))
+            for entry, kind in zip(self._packed[name], ("blocks", "scales"), strict=True)
+        )
+        codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+        values = torch.ldexp(_FP4[codes.int()], scales[..., None].int() - 127)
+        return values.flatten(2).transpose(1, 2)[:, inputs].to(self._dequantised).contiguous()
 
     def _read(self, entry: _Entry, name: str, slices: Slices | None) -> Tensor:
         # Opening reads the header, a millisecond per thousand tensors; what is read stays mapped until then.

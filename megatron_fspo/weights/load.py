@@ -23,6 +23,8 @@ from megatron_fspo.weights.safe_pickle import METADATA
 from megatron_fspo.weights.table import expected_hf_shapes, is_unused, resolve, tied_copies
 
 logger = logging.getLogger(__name__)
+Stacks = dict[str, tuple[set[int], Tensor]]
+"""Name of a tensor of all experts → the experts that are in it, and the tensor."""
 
 
 def is_megatron(checkpoint_dir: Path) -> bool:
@@ -122,16 +124,30 @@ def iterate_hf_tensors(
     gather: Callable[[Tensor], Sequence[Tensor] | None],
     layer_offset: int = 0,
     expert_offset: int = 0,
+    stacks: Stacks | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the Hugging Face tensors of one model chunk, with one parameter in memory at a time. Collective.
 
     ``gather(shard)`` is a collective that returns all tensor-parallel ranks' shards in rank order, or None on
-    a rank that does not export. **Every** rank must exhaust this iterator.
+    a rank that does not export. **Every** rank must exhaust this iterator. A tensor of all experts comes with
+    the last of them; ``stacks`` holds those that are incomplete, for experts from several calls.
     """
+    stacks = {} if stacks is None else stacks
     for name, parameter in parameters:
         row = resolve(name, arch, layer_offset, expert_offset)
         if row.copy:
             continue
         shards = gather(parameter.detach())
-        if shards is not None:
-            yield from zip(row.files(arch), from_megatron_shards(row, shards, arch), strict=True)
+        if shards is None:
+            continue
+        for file, tensor in zip(row.files(arch), from_megatron_shards(row, shards, arch), strict=True):
+            if not row.stacked:
+                yield file, tensor
+                continue
+            if file not in stacks:
+                stacks[file] = set(), tensor.new_empty(arch.num_experts, *tensor.shape[1:])
+            experts, whole = stacks[file]
+            whole[row.expert] = tensor[0]
+            experts.add(row.expert)
+            if len(experts) == arch.num_experts:
+                yield file, stacks.pop(file)[1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,7 +30,8 @@ _NOT_WEIGHTS = re.compile(r"(.*\.)?(optimizer|rng_state|rerun_state_machine_stat
 
 @dataclass(frozen=True)
 class _Source:
-    """Tensor ``index`` of ``row``, which is stored at layer and expert ``at`` of ``key``."""
+    """Tensor ``index`` of ``row``, which is stored at layer and expert ``at`` of ``key``. A tensor of all
+    experts has the source of the first."""
 
     row: Row
     index: int
@@ -68,7 +69,7 @@ class MegatronReader:
                 ranges = [range(o, o + size) for o, size in zip(*chunk, strict=True)]
                 for at in itertools.product(*ranges[:leading]):
                     self._chunks.setdefault((key, at), []).append(chunk)
-        # The last q, k and v, which are stored as one tensor.
+        # What was read last, as q, k and v are stored as one tensor.
         self._fused: tuple[tuple[str, tuple[int, ...]], list[Tensor]] | None = None
 
     def _find_sources(self) -> Iterable[tuple[str, _Source]]:
@@ -87,7 +88,8 @@ class MegatronReader:
             if shape != (shape[:1] + expected[1:] if longer else expected):
                 raise InputError(f"{self._index}: {key} is {shape}; config.json requires {expected}")
             for index, name in enumerate(row.at(layer, expert).files(self.arch)):
-                yield name, _Source(row, index, key, at)
+                if not (row.stacked and expert):
+                    yield name, _Source(row, index, key, at)
 
     def names(self) -> set[str]:
         return set(self._sources)
@@ -117,16 +119,21 @@ class MegatronReader:
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         source, shape = self._source(name), self.shape(name)
         wanted = slices or tuple(slice(0, size) for size in shape)
-        if source.row.layout == "qkv":
-            values = self._qkv(source)[source.index][wanted]
+        if source.row.stacked:
+            experts = range(*wanted[0].indices(shape[0]))
+            sources = [replace(source, at=(*source.at[:-1], one)) for one in experts or [0]]
+            whole = torch.cat([self._rearranged(one)[0] for one in sources])
+            values = whole[: len(experts), *wanted[1:]]
+        elif source.row.rearranged:
+            values = self._rearranged(source)[source.index][wanted]
         else:
             base = source.index * shape[0]  # up is below gate
             (first, end), *others = [part.indices(size)[:2] for part, size in zip(wanted, shape, strict=True)]
             values = self._read_ranges(source, [(base + first, base + end), *others])
         return values.to(self.dtype(name))
 
-    def _qkv(self, source: _Source) -> list[Tensor]:
-        """Return q, k and v of a layer; those of the last layer are cached."""
+    def _rearranged(self, source: _Source) -> list[Tensor]:
+        """Return the tensors of a row as in the files, such as q, k and v; those of the last are cached."""
         where = (source.key, source.at)
         if self._fused is None or self._fused[0] != where:
             shape = shard_shape(source.row, self.arch, 1, self.arch.vocab_size)

@@ -63,9 +63,12 @@ def write_megatron_checkpoint(
             for key, dtype, shape in _global_tensors(reader, arch, model):
                 writer.declare(key, dtype, shape)
             for row, layer, expert in model:
+                if row.stacked and expert:
+                    continue  # came with the first
                 key, leading, _ = row.stored(arch, layer, expert)
                 for first, values in _chunks(row.at(layer, expert), blocks, arch):
-                    writer.add(key, (*leading, first, *(0 for _ in values.shape[1:])), values)
+                    at = (*leading[:-1], first, 0) if row.stacked else (*leading, first)
+                    writer.add(key, (*at, *(0 for _ in values.shape[1:])), values)
             _add_extra_states(writer, arch, model)
             writer.close()
         write_index(data, writer.index)
@@ -92,12 +95,18 @@ def _global_tensors(
 def _chunks(
     row: Row, blocks: Callable[[str], Iterator[Tensor]], arch: Architecture
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield first row and values of each chunk of a parameter."""
+    """Yield first row, or number of the expert, and values of each chunk of a parameter."""
+    shape = shard_shape(row, arch, 1, arch.vocab_size)
+    if row.stacked:
+        (name,) = row.files(arch)
+        experts = (expert[None] for block in blocks(name) for expert in block)
+        yield from ((at, to_megatron_shard(row, [one], arch, shape)) for at, one in enumerate(experts))
+        return
     if row.layout == "qkv":
         whole = {name: torch.cat(list(blocks(name))) for name in row.files(arch)}
         slices = shard_slices(row, arch, 0, 1, arch.vocab_size)
         parts = [whole[tensor.name][part] for tensor, part in zip(row.hf, slices, strict=True)]
-        yield 0, to_megatron_shard(row, parts, arch, shard_shape(row, arch, 1, arch.vocab_size))
+        yield 0, to_megatron_shard(row, parts, arch, shape)
         return
     first = 0
     for name in row.files(arch):  # up is below gate

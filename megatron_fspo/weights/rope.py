@@ -13,8 +13,8 @@ from megatron_fspo.weights.config_file import ConfigFile
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
 """What transformers takes for a key without a value, which latent attention must have."""
-_SCALED = {"deepseek_v3": "yarn", "olmo3": "yarn", "gemma3_text": "linear"}
-"""Family → the scaled RoPE that it may have; the others may have Llama 3's."""
+_SCALED = {"deepseek_v3": "yarn", "olmo2": "llama3", "olmo3": "yarn", "gemma3_text": "linear"}
+"""Family → the scaled RoPE that it may have; the others may have Llama 3's and, of whole heads, YaRN."""
 _THETAS = {"gemma3_text": (1e6, 1e4), "olmo3": (5e5, 5e5)}
 """Family whose layers with a window have a RoPE of their own → base of the other layers, and of these,
 without a key."""
@@ -82,9 +82,11 @@ def rope_theta(config: ConfigFile) -> float:
 
 
 def rope_factor(config: ConfigFile, family: str) -> float | None:
-    """Read the factor of Llama 3's scaled RoPE, None without; refuse kinds that the family may not have."""
+    """Read the factor of Llama 3's scaled RoPE, None without; refuse kinds that the family may not have:
+    Megatron's YaRN rotates whole heads."""
     key, rope = _rope(config)
-    legal = ("default", _SCALED.get(family, "llama3"))
+    scaled = ("llama3",) if family in _PARTIAL else ("llama3", "yarn")
+    legal = ("default", _SCALED[family]) if family in _SCALED else ("default", *scaled)
     if rope["rope_type"] not in legal:
         raise config.error(
             key, f"has rope_type {rope['rope_type']!r}; {family} may have {' or '.join(legal)}"
@@ -115,12 +117,13 @@ def yarn(config: ConfigFile, family: str) -> Yarn | None:
         numbers |= {"mscale": 1.0, "mscale_all_dim": 0.0}
     factor = config.positive(f"{key}.factor", rope.get("factor"))
     one, other = (0.1 * numbers[name] * math.log(max(factor, 1)) + 1 for name in ("mscale", "mscale_all_dim"))
-    usual = None if latent else one / other
-    if rope.get("attention_factor") not in (None, usual) or rope.get("truncate") is False:
+    usual, truncate = None if latent else one / other, rope.get("truncate", True)
+    if rope.get("attention_factor") not in (None, usual) or truncate not in (True, latent):
         raise config.error(key, "has attention_factor or truncate, which is not supported")
     return Yarn(
         rotary_scaling_factor=factor,
         original_max_position_embeddings=int(config.positive(f"{key}.{longest}", rope.get(longest))),
+        correction_range_round_to_int=bool(truncate),
         **numbers,
     )
 

@@ -12,6 +12,8 @@ column     dimension 0 in tp equal parts
 qkv        query groups in tp equal parts; in each group the query heads, the key head, the value head
 gate_up    on each rank: its part of gate, then its part of up
 vocab      dimension 0 in tp equal parts, after padding with zero rows to Megatron's vocabulary
+transposed on every rank, with rows and columns exchanged (of experts only)
+in_turn    the same of gate_up, whose rows of gate and up take turns in the files
 ========== ==================================================================================================
 
 :func:`shard_slices` returns the part of each Hugging Face tensor that a rank reads. :func:`to_megatron_shard`
@@ -31,11 +33,11 @@ from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.weights.architecture import Architecture, check_tensor_parallel
 from megatron_fspo.weights.reader import Slices
 
-ShardLayout = Literal["replicated", "row", "column", "qkv", "gate_up", "vocab"]
+ShardLayout = Literal["replicated", "row", "column", "qkv", "gate_up", "vocab", "transposed", "in_turn"]
 Size = Literal[
     "vocab_size", "hidden_size", "q_size", "kv_size", "head_dim", "value_size", "ffn_size", "num_experts",
-    "expert_ffn_size", "shared_ffn_size", "q_rank", "kv_rank", "kv_down_size", "kv_up_size", "one",
-    "lora_rank",
+    "expert_ffn_size", "expert_gate_up_size", "shared_ffn_size", "q_rank", "kv_rank", "kv_down_size",
+    "kv_up_size", "num_heads", "one", "lora_rank",
 ]  # fmt: skip
 
 
@@ -70,6 +72,15 @@ class Row:
     """The layers that have it: with an MLP, with experts; with softmax attention, with linear attention."""
     when: Callable[[Architecture], object] = lambda arch: True
     """Whether models of the family have it."""
+    stacked: bool = False
+    """In the files all experts of a layer are one tensor, of one more dimension, the first."""
+    expert: int = 0
+    """Of a resolved row: the number of its expert in the layer."""
+
+    @property
+    def rearranged(self) -> bool:
+        """Rows of the parameter are not rows of the files, in order."""
+        return self.stacked or self.layout == "qkv"
 
     @property
     def in_layer(self) -> bool:
@@ -92,6 +103,8 @@ class Row:
         for tensor in self.hf:
             first, *others = tensor.shape(arch)
             shapes[tensor.name] = (shapes.get(tensor.name, (0,))[0] + first, *others)
+        if self.stacked:
+            return {name: (arch.num_experts, *shape) for name, shape in shapes.items()}
         return shapes
 
     def stored(
@@ -108,7 +121,7 @@ class Row:
     def at(self, layer: int, expert: int = 0) -> Row:
         """Return the row of one layer and expert, numbered over the whole model."""
         hf = tuple(replace(t, name=t.name.format(layer=layer, expert=expert)) for t in self.hf)
-        return replace(self, hf=hf)
+        return replace(self, hf=hf, expert=expert)
 
 
 def shard_shape(row: Row, arch: Architecture, tp_size: int, padded_vocab: int) -> tuple[int, ...]:
@@ -123,6 +136,8 @@ def shard_shape(row: Row, arch: Architecture, tp_size: int, padded_vocab: int) -
             return (first[0] // tp_size, *first[1:])
         case "vocab":
             return (padded_vocab // tp_size, *first[1:])
+        case "transposed" | "in_turn":
+            return first[::-1]
         case "qkv" | "gate_up":
             rows = first[0] + sum(shape[0] for shape in others)
             return (rows // tp_size, *first[1:])
@@ -147,7 +162,7 @@ def shard_slices(row: Row, arch: Architecture, tp_rank: int, tp_size: int, padde
         first = above.get(tensor.name, 0)
         part[0] = slice(first + part[0].start, first + part[0].stop)
         above[tensor.name] = first + shape[0]
-        parts.append(tuple(part))
+        parts.append((*([slice(row.expert, row.expert + 1)] if row.stacked else []), *part))
     return parts
 
 
@@ -155,6 +170,7 @@ def to_megatron_shard(
     row: Row, parts: Sequence[Tensor], arch: Architecture, shape: tuple[int, ...]
 ) -> Tensor:
     """Combine the parts that :func:`shard_slices` selects into one rank's parameter of the given shape."""
+    parts = [part[0] for part in parts] if row.stacked else parts
     match row.layout:
         case "replicated" | "row" | "column":
             (shard,) = parts
@@ -163,6 +179,11 @@ def to_megatron_shard(
         case "qkv":
             groups = parts[1].shape[0] // arch.head_dim
             shard = torch.cat([part.view(groups, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
+        case "transposed":
+            shard = parts[0].transpose(0, -1)
+        case "in_turn":
+            rows = parts[0].transpose(0, -1)
+            shard = torch.cat([rows[::2], rows[1::2]])
         case "vocab":
             (part,) = parts
             shard = part
@@ -175,7 +196,7 @@ def to_megatron_shard(
 
 def from_megatron_shards(row: Row, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
     """Convert the shards of all tensor-parallel ranks, in rank order, to the tensors of ``row`` in the files
-    (:meth:`Row.files`)."""
+    (:meth:`Row.files`), or to its expert's part of them, [1, ...]."""
     tp_size = len(shards)
     vocab_rows = shards[0].shape[0] if row.layout == "vocab" else arch.vocab_size  # unused otherwise
     padded_vocab = tp_size * vocab_rows
@@ -185,6 +206,11 @@ def from_megatron_shards(row: Row, shards: Sequence[Tensor], arch: Architecture)
         if tuple(shard.shape) != expected:
             got = f"shape {tuple(shard.shape)} on tensor-parallel rank {rank} of {tp_size}"
             raise InputError(f"{row.megatron[0]}: {got}; config.json requires {expected}")
+    whole = _joined(row, shards, arch)
+    return [tensor[None] for tensor in whole] if row.stacked else whole
+
+
+def _joined(row: Row, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
     match row.layout:
         case "replicated":
             # If replicas differ, gradients were not reduced, and none of them is the model.
@@ -198,6 +224,10 @@ def from_megatron_shards(row: Row, shards: Sequence[Tensor], arch: Architecture)
             return [torch.cat(list(shards), dim=1 if row.layout == "row" else 0)]
         case "vocab":
             return [torch.cat(list(shards))[: arch.vocab_size]]
+        case "transposed":
+            return [shards[0].transpose(0, -1)]
+        case "in_turn":
+            return [torch.stack(shards[0].chunk(2), dim=1).flatten(0, 1).transpose(0, -1)]
         case "gate_up":
             halves = [shard.chunk(2) for shard in shards]
             return _merged(row, [torch.cat(half) for half in zip(*halves, strict=True)])

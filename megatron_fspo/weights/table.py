@@ -150,6 +150,30 @@ def _shared(hf: str) -> tuple[Row, ...]:
                     layers="experts", when=attrgetter("shared_ffn_size"))
 
 
+def _fused_experts() -> tuple[Row, ...]:
+    """Experts with biases (gpt-oss), each tensor of which is one of all experts, and inputs are rows."""
+    wide: Size = "expert_gate_up_size"
+    parts: tuple[tuple[ShardLayout, str, str, tuple[Size, ...]], ...] = (
+        ("in_turn", "linear_fc1.weight", "gate_up_proj", ("hidden_size", wide)),
+        ("in_turn", "linear_fc1.bias", "gate_up_proj_bias", (wide,)),
+        ("transposed", "linear_fc2.weight", "down_proj", ("expert_ffn_size", "hidden_size")),
+        ("replicated", "linear_fc2.bias", "down_proj_bias", ("hidden_size",)),
+    )
+    return (
+        _row("replicated", f"{_M}pre_mlp_layernorm.weight",
+             _hf(f"{_H}post_attention_layernorm.weight", "hidden_size")),
+        _row("replicated", f"{_M}mlp.router.weight",
+             _hf(f"{_H}mlp.router.weight", "num_experts", "hidden_size")),
+        _row("replicated", f"{_M}mlp.router.bias", _hf(f"{_H}mlp.router.bias", "num_experts")),
+        *(
+            _row(layout, f"{_M}mlp.experts.local_experts.{{expert}}.{megatron}"
+                 f" | {_M}mlp.experts.{megatron}{{expert}}", _hf(f"{_H}mlp.experts.{hf}", *sizes),
+                 key=f"decoder.layers.mlp.experts.experts.{megatron}", stacked=True)
+            for layout, megatron, hf, sizes in parts
+        ),
+    )
+
+
 def _adapter(linear: str, target: str, hf: str, outputs: Size, inputs: Size) -> tuple[Row, Row]:
     """Return A and B of a target in a linear layer, with PEFT's tensor names without its prefix."""
     name, column = f"{_M}{linear}.adapters.{target}", linear.endswith(("qkv", "fc1"))
@@ -204,6 +228,14 @@ TABLES: Mapping[str, tuple[Row, ...]] = MappingProxyType(
             *_shared("shared_experts"),
         ),
         "deepseek_v3": (*_LATENT, *_mlp(), *_moe("mlp"), *_shared("shared_experts")),
+        "gpt_oss": (
+            *_ATTENTION, _BIAS,
+            _row("replicated", f"{_M}self_attention.linear_proj.bias",
+                 _hf(f"{_H}self_attn.o_proj.bias", "hidden_size")),
+            _row("column", f"{_M}self_attention.core_attention.softmax_offset",
+                 _hf(f"{_H}self_attn.sinks", "num_heads")),
+            *_fused_experts(),
+        ),
     }
 )
 # fmt: on

@@ -11,10 +11,19 @@ from backend import ENGINE, fitting, supported
 from megatron_fspo.config import Parallel
 from tiny_families import VOCAB, biases, config
 
-DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "granite", "glm4", "gemma3_text", "olmo2", "olmo3")
-EXPERTS = ("qwen3_moe", "moe_raw", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight")
+DENSE = (
+    *("llama", "qwen2", "qwen3", "qwen3_yarn", "mistral", "phi3", "granite", "glm4"),
+    *("gemma3_text", "olmo2", "olmo3"),
+)
+EXPERTS = (
+    *("qwen3_moe", "moe_raw", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight"),
+    "gpt_oss",
+)
 FAMILIES = (*DENSE, *EXPERTS)
-FEWER = ("mistral", "phi3", "granite", "qwen2_moe", "glm4_moe", "moonlight", "gemma3_text", "olmo2")
+FEWER = (
+    *("mistral", "phi3", "granite", "qwen2_moe", "glm4_moe", "moonlight", "gemma3_text", "olmo2"),
+    "qwen3_yarn",
+)
 
 # World size → name → layout; `fits` says which families.
 LAYOUTS = fitting(

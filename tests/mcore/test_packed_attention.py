@@ -44,7 +44,14 @@ def geometry(units: Units) -> tuple[list[int], list[Prefix], list[list[int]]]:
     return borders, prefixes, sequences
 
 
-def alone(query: Tensor, key: Tensor, value: Tensor, sequences: list[list[int]], window: int) -> Tensor:
+def alone(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: list[list[int]],
+    window: int,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Each sequence by the formula; rows of a prefix come out the same in all."""
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
     for rows in sequences:
@@ -52,7 +59,10 @@ def alone(query: Tensor, key: Tensor, value: Tensor, sequences: list[list[int]],
         k, v = (x[rows].repeat_interleave(query.shape[1] // KV_HEADS, dim=1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query[rows], k) / SIZE**0.5
         ahead = torch.arange(n)[:, None] - torch.arange(n)
-        weights = scores.masked_fill((ahead < 0) | (ahead >= window), -torch.inf).softmax(-1)
+        scores = scores.masked_fill((ahead < 0) | (ahead >= window), -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, n, 1)], -1)
+        weights = scores.softmax(-1)[..., :n]
         out = out.index_copy(0, torch.tensor(rows), torch.einsum("hqk,khd->qhd", weights, v))
     return out
 
@@ -133,11 +143,16 @@ def kernels() -> Iterator[None]:
 
 
 def by_varlen(
-    query: Tensor, key: Tensor, value: Tensor, borders: list[int], prefixes: list[Prefix]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    borders: list[int],
+    prefixes: list[Prefix],
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As on a GPU."""
     calls = make_calls(tuple(borders), tuple(prefixes), torch.device("meta"))
-    out: Tensor = Merged.apply(query, key, value, calls, SIZE**-0.5)  # type: ignore[no-untyped-call]
+    out: Tensor = Merged.apply(query, key, value, calls, SIZE**-0.5, sinks)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -156,6 +171,27 @@ def by_varlen(
 )
 def test_values_and_gradients(attend: Any, units: Units, heads: int) -> None:
     assert max(largest_gaps(units, heads, attend)) < 1e-12
+
+
+@pytest.mark.parametrize("attend", [packed_attention, by_varlen])
+@pytest.mark.parametrize("window", [1, 7, 11, 1000])
+def test_sinks_enter_every_row_once(attend: Any, window: int) -> None:
+    """Their gradient, too, over the parts of sequences with shared prompts. One is far above all scores."""
+    borders, prefixes, sequences = geometry([(6, [5, 2]), (0, [9]), (3, [1, 4])])
+    generator = torch.Generator().manual_seed(1)
+    inputs = [
+        torch.randn(*size, generator=generator, dtype=torch.float64, requires_grad=True)
+        for size in ((borders[-1], 4, SIZE), *[(borders[-1], KV_HEADS, SIZE)] * 2, (4,))
+    ]
+    inputs[3].data[0] = 30.0
+    slope = torch.randn(borders[-1], 4, SIZE, generator=generator, dtype=torch.float64)
+    *qkv, sinks = inputs
+    how = {"window": window} if attend is packed_attention else {}
+    outs = [attend(*qkv, borders, prefixes, sinks=sinks, **how)]
+    outs.append(alone(*qkv, sequences, window if how else 1000, sinks))
+    got, want = ([o, *torch.autograd.grad(o, inputs, slope)] for o in outs)
+    for one, other in zip(got, want, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("window", [1, 7, 11, 12, 1000])

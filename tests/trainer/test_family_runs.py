@@ -23,9 +23,10 @@ import check_export
 
 pytestmark = pytest.mark.slow
 
-MIXTURES = ("qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight")
+MIXTURES = ("qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight", "gpt_oss")
 ADAPTED = {"qwen2_moe": "qkvo", "glm4_moe": "qkvo", "deepseek_v3": "o", "phi3": ("o", "down")}
 ADAPTED |= dict.fromkeys(("gemma3_text", "olmo3"), ("q", "k", "v", "o", "gate", "up", "down"))
+ADAPTED["gpt_oss"] = "qkvo"
 WORDS = (
     "--rollout.prompts 4 --rollout.samples 4 --rollout.max-response-tokens 30 --batch.mini-batches 2 "
     "--loss.calibrate 0 --loss.entropy-coef 0.1 --loss.kl-coef 0.1 --reward.max-zero-variance-steps 0 "

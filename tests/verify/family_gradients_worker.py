@@ -6,6 +6,7 @@ family_gradients_worker.py OUT
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 from contextlib import nullcontext
@@ -15,15 +16,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import shared_experts
 from patching import Patch, wrap
 
 from megatron_fspo.mcore.machine.backend import choose_backend
 from megatron_fspo.mcore.machine.startup import join, start, stop
-from megatron_fspo.mcore.model import layers, self_attention
+from megatron_fspo.mcore.model import layers, packed_attention, self_attention
 from megatron_fspo.mcore.model.router import PolicyRouter
 from megatron_fspo.mcore.model.self_attention import TwoRopes
+from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import TEMPERATURE, cases, make_routes, make_samples, narrow, random_weights
 from megatron_fspo.verify.layouts import choose_model, parse_layout
 from megatron_fspo.verify.production import build
@@ -44,6 +47,8 @@ LAYOUTS = {
     "glm4_moe": ("moe.tp2.sp", "moe.pp2"),
     "deepseek_v3": ("moe.tp2.sp", "moe.recompute", "moe.cp2"),
     "moonlight": ("moe.pp2", "ep2"),
+    "gpt_oss": ("moe.tp2.sp", "ep2", "moe.cp2", "moe.recompute"),
+    "qwen3_yarn": ("tp2.sp",),
 }
 """Family → layouts on 2 ranks; each of these occurs with attention and with experts."""
 
@@ -64,6 +69,21 @@ def without_bias(real: Any, self: Any, logits: torch.Tensor) -> torch.Tensor:
 
 def longer_window(real: Any, *args: Any, window: int | None, **kwargs: Any) -> Any:
     return real(*args, window=window and window + 1, **kwargs)
+
+
+def without_expert_bias(real: Any, self: Any, *args: Any) -> Any:
+    output, bias = real(self, *args)
+    return output, None if self.is_expert else bias
+
+
+def sinks_of_two_ranks(real: Any, *args: Any) -> Any:
+    *others, sinks = args
+    return real(*others, sinks + math.log(2))
+
+
+def halves(real: Any, row: Any, *args: Any) -> Any:
+    """Gate and up, which take turns in the files, one below the other."""
+    return real(replace(row, layout="transposed" if row.layout == "in_turn" else row.layout), *args)
 
 
 def halves_swapped(real: Any, t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -92,6 +112,9 @@ FAULTS: dict[str, tuple[str, str, Any, str, Any]] = {
     "window_of_gemma": ("gemma3_text", "recompute", layers, "packed_attention", longer_window),
     "mean_of_a_rank": ("olmo2", "tp2.sp", self_attention, "over_ranks", lambda real, values, _: values),
     "no_bias_of_the_router": ("glm4_moe", "moe.tp2.sp", PolicyRouter, "_choice", without_bias),
+    "no_biases_of_experts": ("gpt_oss", "ep2", RowParallelLinear, "forward", without_expert_bias),
+    "sinks_of_each_rank": ("gpt_oss", "moe.cp2", layers, "attend", sinks_of_two_ranks),
+    "gate_above_up": ("gpt_oss", "moe.recompute", production, "to_megatron_shard", halves),
     "shared_expert_twice": ("qwen2_moe", "ep2", shared_experts.SharedExpertMLP, "forward", doubled),
     "latent_rope_flipped": (
         "deepseek_v3",
@@ -102,6 +125,10 @@ FAULTS: dict[str, tuple[str, str, Any, str, Any]] = {
     ),
 }
 """Name → family, layout, owner and name of what is replaced, and by what."""
+NORMS = ("moe", "moe.tp2.sp", "moe.cp2", "ep2")
+"""Layouts whose gradient norm, that of the optimizer, is compared in float32."""
+UNMARKED = wrap(packed_attention, "set_tensor_model_parallel_attributes", lambda real, *args, **kwargs: None)
+"""As Megatron's own sinks are (its issue 7452)."""
 
 
 def model_of(family: str) -> Architecture:
@@ -112,7 +139,7 @@ def model_of(family: str) -> Architecture:
         return narrow(read_architecture(folder))
 
 
-def results(family: str, name: str, patch: Patch) -> list[dict[str, Any]]:
+def results(family: str, name: str, patch: Patch, dtype: torch.dtype = torch.float64) -> list[dict[str, Any]]:
     """What verify says of the layout: FSPO with shared prompts, and of experts losses and replay as well."""
     layout = parse_layout(name, world_size=dist.get_world_size())
     arch = choose_model(layout, model_of(family))
@@ -125,7 +152,7 @@ def results(family: str, name: str, patch: Patch) -> list[dict[str, Any]]:
     groups = start(BACKEND, parallel=layout.parallel, seed=1)
     routes = make_routes(arch, make_samples(arch)) if arch.experts else None
     with patch:
-        policy = build(layout, arch, random_weights(arch), BACKEND, groups, torch.float64)
+        policy = build(layout, arch, random_weights(arch), BACKEND, groups, dtype)
         checked = check_cases(policy, layout, chosen, wanted, TEMPERATURE, routes)
     stop()
     join(BACKEND)
@@ -135,6 +162,7 @@ def results(family: str, name: str, patch: Patch) -> list[dict[str, Any]]:
             "gradient": result.errors.gradient,
             "log_prob": result.errors.log_prob,
             "grad_norm": result.grad_norm,
+            "norm_error": result.errors.grad_norm,
         }
         for result in checked
     ]
@@ -149,6 +177,9 @@ def main() -> None:
     }
     for fault, (family, layout, owner, name, replacement) in FAULTS.items():
         found[fault] = results(family, layout, wrap(owner, name, replacement))
+    for layout in NORMS:
+        found[f"norm {layout}"] = results("gpt_oss", layout, nullcontext(), torch.float32)
+    found["norm of unmarked sinks"] = results("gpt_oss", "moe.tp2.sp", UNMARKED, torch.float32)
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found, indent=1), encoding="utf-8")
     stop()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_gradients_worker import FAULTS, LAYOUTS, model_of
+from family_gradients_worker import FAULTS, LAYOUTS, NORMS, model_of
 
 from launch import found_by
 from megatron_fspo.verify.cases import SMALL, make_samples, random_weights
@@ -37,9 +37,17 @@ def test_gradients_are_those_of_transformers(found: dict[str, list[dict[str, Any
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_the_model_is_seen(found: dict[str, list[dict[str, Any]]], name: str) -> None:
-    cause = "head" if name in ("shared_expert_twice", "plain_norm") else "attention"
+    later = ("shared_expert_twice", "plain_norm", "no_biases_of_experts", "sinks_of_each_rank")
+    cause = "head" if name in (*later, "gate_above_up") else "attention"
     assert found[name][0]["problems"][0].startswith(f"{cause}: ")
     assert found[name][0]["log_prob"] > 1e-4
+
+
+@pytest.mark.slow
+def test_the_gradient_norm_has_every_sink_once(found: dict[str, list[dict[str, Any]]]) -> None:
+    for layout in NORMS:
+        assert max(case["norm_error"] for case in found[f"norm {layout}"]) < 3e-7, layout
+    assert min(case["norm_error"] for case in found["norm of unmarked sinks"]) > 2e-6
 
 
 @pytest.mark.parametrize("name", FAULTS)

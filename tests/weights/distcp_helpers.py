@@ -106,15 +106,23 @@ def attention_chunks(hf: dict[str, Tensor], at: str, tp: int, heads: int, groups
             norm, rows = hf[f"{at}self_attn.{x}_norm.weight"], hf[f"{at}self_attn.{x}_proj.weight"].shape[0]
             parts = norm.chunk(tp if len(norm) == rows else 1)  # of all heads, or of one
             found[f"self_attention.{x}_layernorm.weight"] = by_rows([*parts])
+    if f"{at}self_attn.sinks" in hf:
+        sinks = hf[f"{at}self_attn.sinks"].chunk(tp)
+        found["self_attention.core_attention.softmax_offset"] = by_rows([*sinks])
     return found
 
 
 def mlp_chunks(hf: dict[str, Tensor], at: str, name: str, tp: int) -> dict[str, Chunks]:
     gate, up, down = (hf[f"{at}.{x}_proj.weight"] for x in ("gate", "up", "down"))
-    return {
+    found = {
         f"{name}.linear_fc1.weight": gated(gate, up, tp),
         f"{name}.linear_fc2.weight": by_columns(down, tp),
     }
+    if f"{at}.up_proj.bias" in hf:
+        gate, up, down = (hf[f"{at}.{x}_proj.bias"] for x in ("gate", "up", "down"))
+        found[f"{name}.linear_fc1.bias"] = gated(gate, up, tp)
+        found[f"{name}.linear_fc2.bias"] = by_rows([down])
+    return found
 
 
 # On every rank, where a model has it.
@@ -123,6 +131,8 @@ WHOLE = {
     "post_mlp_layernorm.weight": "mlp_bda.norm.weight",
     "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
     "mlp.shared_expert_gate.weight": "mlp.shared_experts.gate_weight",
+    "mlp.gate.bias": "mlp.router.bias",
+    "self_attn.o_proj.bias": "self_attention.linear_proj.bias",
 }
 
 
@@ -165,11 +175,27 @@ def unfused(hf: dict[str, Tensor], heads: int, groups: int) -> dict[str, Tensor]
             size = x.shape[0] // (heads + 2 * groups)
             parts = zip("qkv", x.split([heads * size, groups * size, groups * size]), strict=True)
             found |= {name.replace("qkv_proj", f"{part}_proj"): values for part, values in parts}
+        elif ".mlp.experts.gate_up_proj" in name or ".mlp.experts.down_proj" in name:
+            found |= of_gpt_oss(name, x)
+        elif ".mlp.router." in name:
+            found[name.replace("router", "gate")] = x
         elif "gate_up_proj" in name:
             parts = zip(("gate_proj", "up_proj"), x.chunk(2), strict=True)
             found |= {name.replace("gate_up_proj", part): values for part, values in parts}
         else:
             found[".".join(named.get(word, word) for word in name.split("."))] = x
+    return found
+
+
+def of_gpt_oss(name: str, x: Tensor) -> dict[str, Tensor]:
+    """Its tensor of all experts, of which each has rows for inputs, as those of other families."""
+    block, _, word = name.rpartition(".")
+    kind = "bias" if word.endswith("_bias") else "weight"
+    found = {}
+    for number, expert in enumerate(x):
+        outputs = expert if kind == "bias" else expert.T
+        parts = {"gate": outputs[::2], "up": outputs[1::2]} if "gate" in word else {"down": outputs}
+        found |= {f"{block}.{number}.{part}_proj.{kind}": values for part, values in parts.items()}
     return found
 
 

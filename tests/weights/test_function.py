@@ -106,7 +106,7 @@ def test_every_key_of_a_family_is_honoured_refused_or_neutral(
     written = config.to_dict()
     if "qk_head_dim" not in written:  # latent attention's is given
         written["head_dim"] = 8
-    if family not in ("gemma3_text", "olmo3"):  # whose layers differ in it
+    if family not in ("gemma3_text", "olmo3", "gpt_oss"):  # whose layers differ in it
         rope = {"rope_type": "default", "rope_theta": 10000.0}
         written |= {"rope_parameters": rope, "sliding_window": None}
     (tmp_path / "config.json").write_text(json.dumps(written, default=str))

@@ -71,6 +71,16 @@ FOUND: dict[str, dict[str, Any]] = {
         ),
     },
 }  # fmt: skip
+for model, count in {"gpt-oss-20b": 32, "gpt-oss-120b": 128}.items():
+    FOUND[model] = {
+        "rope_theta": 150_000.0, "head_dim": 64, "window": 128,
+        "layer_types": ("window", "full") * (CONFIGS[model]["num_hidden_layers"] // 2),
+        "yarn": Yarn(
+            rotary_scaling_factor=32.0, original_max_position_embeddings=4096, beta_fast=32.0, beta_slow=1.0,
+            mscale=1.0, mscale_all_dim=0.0, correction_range_round_to_int=False,
+        ),
+        "experts": Experts(count=count, per_token=4, ffn_size=2880, normalize_top_k=True, clamp=7.0),
+    }  # fmt: skip
 SIZES = {
     "model_type": "model_type", "num_layers": "num_hidden_layers", "hidden_size": "hidden_size",
     "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads", "vocab_size": "vocab_size",
@@ -156,7 +166,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("OLMo-3-32B", {"layer_types": ["sliding_attention"]}, "layer_types"),
     ("OLMo-3-32B", {"sliding_window": None}, "sliding_window"),
     ("OLMo-2-13B", {"rope_scaling": OLMO_YARN}, "rope_scaling"),
-    *((model, {"rope_scaling": YARN}, "rope_scaling") for model in ("Mistral-7B-v0.1", "GLM-4.5-Air")),
+    *((model, {"rope_scaling": YARN}, "rope_scaling") for model in ("Phi-4", "GLM-4.5-Air")),
+    ("Mistral-7B-v0.1", {"rope_scaling": YARN | {"attention_factor": 1.5}}, "rope_scaling"),
+    *(
+        ("gpt-oss-20b", {key: value, "torch_dtype": "bfloat16"}, key)
+        for key, value in {
+            "attention_bias": False, "swiglu_alpha": 1.5, "swiglu_limit": 0, "layer_types": [],
+            "num_experts_per_tok": 33, "quantization_config": {"quant_method": "awq"},
+        }.items()
+    ),
+    ("gpt-oss-20b", {"sliding_window": None}, "sliding_window"),
     *(("Phi-4", {"rope_scaling": {"type": kind}}, "rope_scaling") for kind in ("longrope", "su", "dynamic")),
     *(("Phi-4", {"partial_rotary_factor": share}, "partial_rotary_factor") for share in (0, 1.5, "1")),
     *(
@@ -195,6 +214,7 @@ def test_what_would_be_another_model_is_refused(
         ("Moonlight-16B-A3B", "o"),
         ("Gemma-3-27B", "q k v o gate up down"),
         ("OLMo-3-32B", "q k v o gate up down"),
+        ("gpt-oss-20b", "q k v o"),
     ],
 )
 def test_adapters_are_of_matrices_that_the_files_name(tmp_path: Path, model: str, targets: str) -> None:

@@ -70,7 +70,7 @@ CONFIGS: list[tuple[str, Any]] = [
     ("quantization_config", {"quant_method": "fp8"}),
     ("rope_theta", 5e5),  # rope_parameters has another
     ("rope_parameters", "default"),
-    ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e6}),
+    ("rope_parameters", {"rope_type": "longrope", "rope_theta": 1e6}),
     ("partial_rotary_factor", 0.5),
     ("rope_scaling", {"type": "linear", "factor": 2.0}),
     ("dtype", "int8"),

@@ -60,6 +60,7 @@ def save_model(
     from transformers import AutoModelForCausalLM
 
     narrow = {"hidden_size": HIDDEN, "head_dim": HEAD_DIM} if family.startswith("qwen3") else {}
+    narrow |= {"intermediate_size": 32} if family == "gpt_oss" else {}  # MXFP4 has blocks of 32
     sizes = {**SIZES, **narrow, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     torch.manual_seed(heads + kv_heads + tied)
     model = AutoModelForCausalLM.from_config(

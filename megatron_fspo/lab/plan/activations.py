@@ -156,6 +156,8 @@ def _mlp(shape: Shape, pack: PlannedPack, experts: bool) -> Iterator[KeptTensor]
         shared = between(shape, pack) * arch.hidden_size * width
         yield KeptTensor("the shared expert's output, into its gate", shared, shared)
     yield KeptTensor("gate and up", 2 * values * width, 2 * values * width)
+    if experts and arch.experts and arch.experts.clamp is not None:
+        yield KeptTensor("clamped gate, and its sigmoid", 2 * values * width, 0)
     yield KeptTensor("silu(gate)", values * width, 0)
     yield KeptTensor("up, into the product", values * width, 0)
     yield KeptTensor("silu(gate) · up, into a linear", values * width, values * _product_width(shape))

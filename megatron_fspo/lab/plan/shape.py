@@ -23,7 +23,8 @@ Layers = Literal["local", "transformer_engine"]
 
 # The order in which Megatron creates the modules of a layer.
 _ORDER = (
-    *("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv"),
+    *("input_layernorm", "self_attention.core_attention"),
+    *("self_attention.linear_proj", "self_attention.linear_qkv"),
     *(f"self_attention.linear_{one}_proj" for one in ("q", "q_down", "q_up", "kv_down", "kv_up")),
     *(f"self_attention.{one}_layernorm" for one in ("q", "k", "kv")),
     *("self_attn_bda", "pre_mlp_layernorm", "mlp.router", "mlp.linear_fc1", "mlp.experts"),
@@ -185,5 +186,5 @@ def _position(row: Row, layers: Layers) -> tuple[int, str]:
     name = _name(row, layers).partition("{layer}.")[2]
     module = next(i for i, known in enumerate(_ORDER) if name.startswith(known))
     first = name.endswith(("layer_norm_weight", "gate_weight"))
-    kind = "2" if name.endswith("bias") else "0" if first else "1"
+    kind = "2" if ".bias" in name else "0" if first else "1"
     return module, kind

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from megatron_fspo.lab.plan.shape import Parameter, Shape, stage_parameters
 from megatron_fspo.parallel.buckets import BUCKET_BYTES
 from megatron_fspo.weights import Architecture, adapter_shapes
-from megatron_fspo.weights.table import whole_model
+from megatron_fspo.weights.table import rows, whole_model
 
 _GRADIENT = 4  # fp32
 _MOMENTS = 8  # Adam's two, fp32
@@ -145,14 +145,18 @@ def sending_bytes(shape: Shape) -> int:
     other experts and stages send comes packed, and stays while one of its tensors is in a bucket."""
     arch, width, parallel = shape.arch, shape.width, shape.parallel
     most = before = held = count = 0
-    for row, _, _ in whole_model(arch):
+    # Tensors of all experts of a layer fill up together.
+    stacks = sum(math.prod(size) for row in rows(arch) if row.stacked for size in row.files(arch).values())
+    for row, _, expert in whole_model(arch):
+        if row.stacked and expert:
+            continue  # as the first
         sizes = [math.prod(size) * width for size in row.files(arch).values()]
         # The shard of a single rank is the parameter itself, but q, k and v are always rearranged, and what
         # is one tensor in the files is joined.
         ranks = parallel.expert if row.in_expert else parallel.tensor
         copies = 2 if ranks > 1 else int(row.layout == "qkv" or len(sizes) < len(row.hf))
         for size in sizes:
-            most = max(most, before + held + copies * sum(sizes))
+            most = max(most, before + held + (stacks * width if row.stacked else copies * sum(sizes)))
             if held and held + size > BUCKET_BYTES:
                 before, held, count = held * (2 if count > 1 else 1), 0, 0
             held, count = held + size, count + 1

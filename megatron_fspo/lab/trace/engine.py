@@ -205,13 +205,13 @@ def _grouped_gemm(watch: Watch) -> Callable[..., Any]:
 
 def _attention(watch: Watch) -> Callable[..., Any]:
     def fused_attn_fwd(longest: int, _: int, training: bool, *args: Any) -> Sequence[Any]:
-        borders, q, v = args[11], args[13], args[15]
+        borders, q, v, sinks = args[11], args[13], args[15], args[24]
         watch.count_attention(borders, q, 2)
         out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=_dtype(args[16], torch.bfloat16))
         # Per token and head the log of the sum; a seed and an offset.
         sums = torch.empty(q.shape[0], q.shape[1], 1, dtype=torch.float32, device="cuda")
         seed = torch.empty(2, dtype=torch.int64, device="cuda")
-        return [out, sums, seed] if training else [out]
+        return [out, sums, seed, *([] if sinks is None else [sinks])] if training else [out]
 
     return fused_attn_fwd
 
@@ -220,6 +220,8 @@ def _attention_backward(watch: Watch) -> Callable[..., Any]:
     def fused_attn_bwd(longest: int, _: int, *args: Any) -> Sequence[Any]:
         borders, q, k, v = args[15], args[17], args[18], args[19]
         watch.count_attention(borders, q, 5)
-        return [*(torch.empty(t.shape, dtype=torch.bfloat16, device="cuda") for t in (q, k, v)), None, None]
+        _, _, *sinks = args[23]
+        slopes = [torch.empty(t.shape, dtype=torch.bfloat16, device="cuda") for t in (q, k, v)]
+        return [*slopes, None, torch.empty_like(sinks[0]) if sinks else None]
 
     return fused_attn_bwd

@@ -33,10 +33,17 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_fspo.mcore.machine.backend import Backend
-from megatron_fspo.mcore.model.packed_attention import layer_window, packed_attention
+from megatron_fspo.mcore.model.packed_attention import (
+    attend,
+    layer_window,
+    make_sinks,
+    packed_attention,
+)
+from megatron_fspo.mcore.model.policy_loss import at_positions
 from megatron_fspo.mcore.model.self_attention import LayerSelfAttention
 from megatron_fspo.packing.zigzag import gathered_positions, local_positions
 from megatron_fspo.weights import Architecture, has_parameter
@@ -86,7 +93,16 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
         self.softmax_scale = softmax_scale
         self._window = layer_window(config, layer_number)
         assert pg_collection is not None
-        self._cp = pg_collection.cp
+        self._cp, self._groups = pg_collection.cp, pg_collection
+        self.softmax_offset = make_sinks(config)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """Return the sinks for Megatron's checkpoints."""
+        groups = {"tp_group": self._groups.tp, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
+        own, axes = self.state_dict(keep_vars=True), {"softmax_offset": 0}
+        return make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)
 
     def forward(
         self,
@@ -107,7 +123,7 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
         if self._cp.size() > 1:
             return self._attend_zigzag(query, key, value, borders)
         prefixes = () if batch is None else batch.prefixes
-        how: Any = {"scale": self.softmax_scale, "window": self._window}
+        how: Any = {"scale": self.softmax_scale, "window": self._window, "sinks": self.softmax_offset}
         return packed_attention(query, key, value, borders, prefixes, **how).flatten(1)
 
     def _attend_zigzag(self, query: Tensor, key: Tensor, value: Tensor, borders: list[int]) -> Tensor:
@@ -127,10 +143,7 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
             seen = (ahead >= 0) & (ahead < (self._window or end))
             # Add a batch dimension: with three dimensions torch uses its slowest kernel.
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            part = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=seen, scale=self.softmax_scale, enable_gqa=True
-            )
-            parts.append(part[0].transpose(0, 1))
+            parts.append(attend(q, k, v, seen, self.softmax_scale, self.softmax_offset)[0].transpose(0, 1))
         return torch.cat(parts)[..., :width].flatten(1)
 
 
@@ -168,17 +181,12 @@ class LatentSelfAttention(MLASelfAttention):  # type: ignore[misc, unused-ignore
         batch = getattr(packed_seq_params, "batch", None)
         with ExitStack() as stack:
             if batch is not None and batch.prefixes:
-                hook = partial(_at_positions, positions=batch.row_positions)
+                hook = partial(at_positions, positions=batch.row_positions)
                 stack.enter_context(self.rotary_pos_emb.register_forward_hook(hook))
             out: tuple[Tensor, ...] = super().get_query_key_value_tensors(
                 hidden_states, key_value_states, position_ids, packed_seq_params, **options
             )
         return out
-
-
-def _at_positions(module: Any, args: Any, angles: Any, positions: Tensor) -> Any:
-    """Forward hook: select from angles [positions, ...], or with YaRN from the first of angles and factor."""
-    return (angles[0][positions], angles[1]) if isinstance(angles, tuple) else angles[positions]
 
 
 class ResidualAdd(torch.nn.Module):

@@ -15,7 +15,9 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
@@ -27,9 +29,11 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.machine.backend import Backend
 from megatron_fspo.mcore.machine.sizes import padded_vocab_size
 from megatron_fspo.mcore.model.layers import block_spec
+from megatron_fspo.mcore.model.packed_attention import SINK
 from megatron_fspo.mcore.model.router import install_routers
 from megatron_fspo.mcore.model.self_attention import TwoRopes
 from megatron_fspo.weights import Architecture, has_parameter
+from megatron_fspo.weights.architecture import Yarn
 
 
 def transformer_config(
@@ -45,7 +49,7 @@ def transformer_config(
     interleaved = parallel.virtual_pipeline > 1
     if arch.window and parallel.context > 1 and backend.layers == "transformer_engine":
         raise InputError(f"parallel.context = {parallel.context}: Transformer Engine's rings have no window")
-    return (MLATransformerConfig if arch.latent else TransformerConfig)(
+    config = (MLATransformerConfig if arch.latent else TransformerConfig)(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
         ffn_hidden_size=arch.ffn_size,
@@ -60,8 +64,6 @@ def transformer_config(
         layernorm_zero_centered_gamma=arch.zero_centered_norms,
         rotary_interleaved=arch.rotary_interleaved,
         gated_linear_unit=True,
-        activation_func=_activation(arch, backend),
-        add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         params_dtype=dtype,
@@ -91,8 +93,21 @@ def transformer_config(
         output_layer_init_method=_unset,
         **_experts(arch, backend, dtype),
         **_precision(fp8),
-        **(backend.config_flags() | _attention(arch)),
+        **(backend.config_flags() | _attention(arch) | _linear(arch, backend)),
     )
+    return _with_yarn(config, _common_yarn(arch))
+
+
+def _common_yarn(arch: Architecture) -> Yarn | None:
+    """Return the YaRN that Megatron's model computes for all layers; None if layers compute or lack it."""
+    return arch.yarn if not arch.latent and arch.window_rope_theta is None else None
+
+
+def _with_yarn(config: TransformerConfig, yarn: Yarn | None) -> TransformerConfig:
+    """Set the attributes where GPTModel looks for them."""
+    if yarn is not None:
+        vars(config).update({f"yarn_{name}": value for name, value in vars(yarn).items()})
+    return config
 
 
 def _activation(arch: Architecture, backend: Backend) -> Callable[[Tensor], Tensor]:
@@ -119,11 +134,13 @@ def _unset(weight: Tensor) -> None:
 def _attention(arch: Architecture) -> dict[str, Any]:
     """Return the settings for heads."""
     latent = arch.latent
-    # Megatron's fused RoPE of packs ignores that neighbours are rotated; latent attention's needs YaRN.
-    fused = {"apply_rope_fusion": False} if latent or arch.rotary_interleaved else {}
+    # Megatron's fused RoPE of packs ignores that neighbours are rotated, and YaRN's factor; that of latent
+    # attention needs YaRN.
+    fused = {"apply_rope_fusion": False} if latent or arch.rotary_interleaved or _common_yarn(arch) else {}
     if latent is None:
         normed = has_parameter(arch, "self_attention.q_layernorm.weight") and not arch.projection_norms
-        return {"kv_channels": arch.head_dim, "qk_layernorm": normed, **fused}
+        softmax = "learnable" if has_parameter(arch, SINK) else "vanilla"
+        return {"kv_channels": arch.head_dim, "qk_layernorm": normed, "softmax_type": softmax, **fused}
     return {
         "q_lora_rank": latent.q_rank,
         "kv_lora_rank": latent.kv_rank,
@@ -133,8 +150,24 @@ def _attention(arch: Architecture) -> dict[str, Any]:
         "qk_layernorm": True,
         "rope_type": "yarn" if arch.yarn else "rope",
         "rotary_base": int(arch.rope_theta),
-        **(fused | (vars(arch.yarn) if arch.yarn else {})),
+        **fused,
+        **{
+            name: value
+            for name, value in (vars(arch.yarn) if arch.yarn else {}).items()
+            if name != "correction_range_round_to_int"
+        },
     }
+
+
+def _linear(arch: Architecture, backend: Backend) -> dict[str, Any]:
+    """Return the settings for the activation, and for biases of all linear layers."""
+    limit = arch.experts.clamp if arch.experts else None
+    plain = {"activation_func": _activation(arch, backend), "add_bias_linear": False}
+    if limit is None:
+        return plain
+    # With biases, Megatron refuses the fused addition to the residual stream.
+    clamped = {"activation_func_clamp_value": limit, "glu_linear_offset": 1.0, "bias_dropout_fusion": False}
+    return {"activation_func": quick_gelu, "add_bias_linear": True, **clamped}
 
 
 def _experts(arch: Architecture, backend: Backend, dtype: torch.dtype) -> dict[str, Any]:
@@ -187,7 +220,7 @@ def build_chunks(arch: Architecture, config: TransformerConfig, backend: Backend
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             parallel_output=True,
             share_embeddings_and_output_weights=arch.tied,
-            position_embedding_type="rope",
+            position_embedding_type="yarn" if _common_yarn(arch) else "rope",
             rotary_percent=arch.rotary_share,
             rotary_base=int(arch.rope_theta),
             seq_len_interpolation_factor=arch.rope_divisor if arch.rope_divisor != 1 else None,
@@ -203,6 +236,10 @@ def build_chunks(arch: Architecture, config: TransformerConfig, backend: Backend
         if model.post_process and arch.logits_divisor != 1:
             norm = model.decoder.final_layernorm
             norm.register_forward_hook(lambda *call: call[-1] / arch.logits_divisor)
+        for layer in model.modules():
+            if isinstance(layer, RowParallelLinear) and layer.is_expert and layer.bias is not None:
+                # Megatron adds the bias in place, which autograd refuses for a view.
+                layer.register_forward_hook(lambda *call: (call[-1][0].clone(), call[-1][1]))
     install_routers(chunks, arch.experts)
     return chunks
 
@@ -238,10 +275,11 @@ def wrap_for_training(
     # with expert parallelism only; without, each tensor-parallel rank would keep its own tokens' gradient.
     # tensor_model_parallel=True: no other rank holds the parameter. Else the gradient norm would include
     # Transformer Engine's experts of the first tensor-parallel rank only.
+    # sequence_parallel=False: Megatron would sum biases over the ranks, each of which has other experts.
     for module in modules:
         for name, parameter in module.named_parameters():
             if is_expert(name):
-                vars(parameter).update(allreduce=False, tensor_model_parallel=True)
+                vars(parameter).update(allreduce=False, tensor_model_parallel=True, sequence_parallel=False)
     # Transformer Engine's layers add weight gradients directly to ``main_grad``. Megatron's flag for it would
     # require apex for Megatron's own layers, embedding and head.
     for layer in (layer for module in modules for layer in module.modules()):

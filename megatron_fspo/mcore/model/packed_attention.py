@@ -2,7 +2,8 @@
 
 Built from flash kernels: each block attends to itself, and the sequences of a prefix together attend to the
 prefix; the two outputs are merged by their log-sum-exps. The kernels' backward gets the merged output and
-log-sum-exp, as in ring attention (arXiv 2310.01889). On a CPU each part is one kernel call. On a GPU, in 16
+log-sum-exp, as in ring attention (arXiv 2310.01889). A sink is a logit without a value, merged last; masks
+have one more key for it. On a CPU each part is one kernel call. On a GPU, in 16
 bits, torch's FlashAttention-2 computes all blocks in one call, and all prefixes in another. In 32 or 64 bits
 a GPU uses masks, which is slow.
 
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
@@ -28,6 +30,10 @@ _flash: Any = torch.ops.aten._flash_attention_forward
 _flash_backward: Any = torch.ops.aten._flash_attention_backward
 _flash_on_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_on_cpu_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+SINK = "self_attention.core_attention.softmax_offset"
+"""Megatron's name of a layer's sinks."""
 
 
 class Part(NamedTuple):
@@ -58,6 +64,19 @@ def layer_window(config: TransformerConfig, layer_number: int) -> int | None:
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return None
     return int(config.window_size[0]) + 1
+
+
+def make_sinks(config: TransformerConfig) -> torch.nn.Parameter | None:
+    """Return a rank's sinks [h] if the model has such, to be loaded; each is a logit more in its head's
+    softmax, of no token. Megatron's own parameter lacks the mark, without which the gradient norm would
+    include the first tensor-parallel rank's only."""
+    if config.softmax_type == "vanilla":
+        return None
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+    config.init_method(sinks.data)
+    set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)
+    return sinks
 
 
 def make_parts(borders: Sequence[int], prefixes: Sequence[Prefix]) -> list[Part]:
@@ -100,21 +119,22 @@ def packed_attention(
     *,
     scale: float | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention in a pack: query [t, h, d], key [t, g, d], value [t, g, v] → [t, h, v], v at most d.
     ``borders`` of the blocks include 0 and t; ``scale`` is the factor of query · key, by default 1 / √d. A
-    token attends to the last ``window`` tokens of its sequence, itself included; None: to all."""
+    token attends to the last ``window`` tokens of its sequence, itself included; None: to all. ``sinks`` [h]
+    are further logits of each row."""
     if missing := query.shape[-1] - value.shape[-1]:  # the kernels need one size
-        wide = packed_attention(
-            query, key, F.pad(value, (0, missing)), borders, prefixes, scale=scale, window=window
-        )
+        how: Any = {"scale": scale, "window": window, "sinks": sinks}
+        wide = packed_attention(query, key, F.pad(value, (0, missing)), borders, prefixes, **how)
         return wide[..., :-missing]
     # At least as long as any token's sequence.
     longest = max(b - a for a, b in pairwise(borders)) + max((p.end - p.start for p in prefixes), default=0)
     if (window and window < longest) or (query.device.type != "cpu" and query.element_size() > 2):
-        return masked(query, key, value, make_parts(borders, prefixes), scale, window)
+        return masked(query, key, value, make_parts(borders, prefixes), scale, window, sinks)
     calls = make_calls(tuple(borders), tuple(prefixes), query.device)
-    out: Tensor = Merged.apply(query, key, value, calls, scale)  # type: ignore[no-untyped-call]
+    out: Tensor = Merged.apply(query, key, value, calls, scale, sinks)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -125,6 +145,7 @@ def masked(
     parts: Sequence[Part],
     scale: float | None,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention with masks, block by block."""
     rows = []
@@ -132,14 +153,38 @@ def masked(
         seen = [p.keys for p in parts if p.queries.start <= block.start < p.queries.stop]
         keys, values = (torch.cat([x[s] for s in reversed(seen)]) for x in (key, value))
         count = block.stop - block.start
-        mask = torch.ones(count, len(keys), dtype=torch.bool, device=query.device).tril(len(keys) - count)
-        if window is not None:
-            mask = mask.triu(len(keys) - count - window + 1)
-        how = {"is_causal": True} if count == len(keys) and window is None else {"attn_mask": mask}
+        mask = None
+        if count < len(keys) or window is not None or sinks is not None:
+            before = len(keys) - count
+            mask = torch.ones(count, len(keys), dtype=torch.bool, device=query.device).tril(before)
+            mask = mask.triu(before - window + 1) if window is not None else mask
         q, k, v = (_batch(x) for x in (query[block], keys, values))
-        row = F.scaled_dot_product_attention(q, k, v, **how, scale=scale, enable_gqa=True)
-        rows.append(row[0].transpose(0, 1))
+        rows.append(attend(q, k, v, mask, scale, sinks)[0].transpose(0, 1))
     return torch.cat(rows)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Compute attention of query [b, h, n, d] to key and value [b, g, m, d], and sinks [h], → [b, h, n, d].
+    ``mask`` [n, m] is True where a row sees a key; None: causal, and without sinks."""
+    size, width = query.shape[-1], value.shape[-1]
+    if sinks is not None:
+        assert mask is not None
+        # One more key with value 0, whose logit is the product of two more values; 8 keep kernels aligned.
+        scale = size**-0.5 if scale is None else scale
+        logits = (sinks / scale).to(query.dtype)[:, None, None].expand(*query.shape[:-1], 1)
+        query = F.pad(torch.cat([query, logits], -1), (0, 7))
+        key = torch.cat([F.pad(key, (0, 8)), F.pad(key.new_ones(*key.shape[:2], 1, 1), (size, 7))], 2)
+        value, mask = F.pad(value, (0, 8, 0, 1)), F.pad(mask, (0, 1), value=True)
+    how = {"is_causal": True} if mask is None else {"attn_mask": mask}
+    out = F.scaled_dot_product_attention(query, key, value, **how, scale=scale, enable_gqa=True)
+    return out[..., :width]
 
 
 class Merged(torch.autograd.Function):
@@ -147,7 +192,13 @@ class Merged(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: Sequence[Call], scale: float | None
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        calls: Sequence[Call],
+        scale: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         own, *others = calls
         out, logs, *seeds = _attend(query, key, value, own, scale)
@@ -158,13 +209,16 @@ class Merged(torch.autograd.Function):
             total = torch.logaddexp(before, log)
             merged = out[rows] * _weights(before - total) + one * _weights(log - total)
             out[rows], logs[:, rows] = merged.to(out.dtype), total
-        ctx.save_for_backward(query, key, value, out, logs, *seeds)
+        if sinks is not None:
+            total = torch.logaddexp(logs, sinks[:, None].to(logs.dtype))
+            out, logs = (out * _weights(logs - total)).to(out.dtype), total
+        ctx.save_for_backward(query, key, value, sinks, out, logs, *seeds)
         ctx.calls, ctx.scale = calls, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, logs, *seeds = ctx.saved_tensors
+        query, key, value, sinks, out, logs, *seeds = ctx.saved_tensors
         slope = grads[0].contiguous()
         own, *others = ctx.calls
         slopes = _gradients(slope, query, key, value, out, logs, own, seeds, ctx.scale)
@@ -174,7 +228,11 @@ class Merged(torch.autograd.Function):
             added = _gradients(*tensors, call, seeds, ctx.scale)
             for whole, at, more in zip(slopes, (rows, keys, keys), added, strict=True):
                 whole[at] += more
-        return *slopes, None, None
+        of_sinks = None
+        if sinks is not None:  # whose value is 0
+            share = (sinks[:, None].to(logs.dtype) - logs).exp()
+            of_sinks = -(share * (slope * out).sum(-1, dtype=logs.dtype).T).sum(1).to(sinks.dtype)
+        return *slopes, None, None, of_sinks
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, call: Call, scale: float | None) -> list[Tensor]:

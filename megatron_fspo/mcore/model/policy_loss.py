@@ -59,10 +59,15 @@ def forward(batch: MicroBatch, model: Module) -> Tensor:
     with ExitStack() as stack:
         stack.enter_context(_output_layer_passes_on(gpt))
         if batch.prefixes and not gpt.config.multi_latent_attention:  # whose layers have the angles
-            angles = gpt.rotary_pos_emb
-            stack.enter_context(angles.register_forward_hook(lambda *call: call[-1][batch.row_positions]))
+            hook = partial(at_positions, positions=batch.row_positions)
+            stack.enter_context(gpt.rotary_pos_emb.register_forward_hook(hook))
         hidden: Tensor = model(batch.tokens, batch.row_positions[None], None, packed_seq_params=packed)
     return hidden
+
+
+def at_positions(module: Any, args: Any, angles: Any, positions: Tensor) -> Any:
+    """Forward hook: select from angles [positions, ...], or with YaRN from the first of angles and factor."""
+    return (angles[0][positions], angles[1]) if isinstance(angles, tuple) else angles[positions]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_fspo.mcore.model.packed_attention import layer_window
+from megatron_fspo.mcore.model.packed_attention import attend, layer_window
 from megatron_fspo.parallel.groups import ParallelGroups, any_rank, broadcast_first
 
 # Attributes in which Megatron keeps the flag for sequence parallelism.
@@ -39,10 +39,12 @@ class _CachedAttention(Module):
     cache: list[Tensor]
     """[b, g, max_tokens, d]: rotated keys, and values, whose size may differ."""
 
-    def __init__(self, max_tokens: int, scale: float | None, window: int | None) -> None:
+    def __init__(
+        self, max_tokens: int, scale: float | None, window: int | None, sinks: Tensor | None
+    ) -> None:
         super().__init__()
         self._max_tokens, self._length = max_tokens, 0
-        self._scale, self._window = scale, window or max_tokens
+        self._scale, self._window, self._sinks = scale, window or max_tokens, sinks
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """Attend: query [s, b, h, d], key [s, b, g, d], value [s, b, g, v] → [s, b, h·v]."""
@@ -54,16 +56,19 @@ class _CachedAttention(Module):
             cached[:, :, start : self._length] = new.permute(1, 2, 0, 3)
         keys, values = (cached[:, :, : self._length] for cached in self.cache)
         if start == 0:
-            q = query.permute(1, 2, 0, 3)
-            how: dict[str, Any] = {"is_causal": True}
-            if tokens > self._window:
+            q, mask = query.permute(1, 2, 0, 3), None
+            if tokens > self._window or self._sinks is not None:
                 seen = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device)
-                how = {"attn_mask": seen.tril().triu(1 - self._window)}
-            out = scaled_dot_product_attention(q, keys, values, **how, scale=self._scale, enable_gqa=True)
+                mask = seen.tril().triu(1 - self._window)
+            out = attend(q, keys, values, mask, self._scale, self._sinks)
             return out.permute(2, 0, 1, 3).flatten(2)
         assert tokens == 1
-        # Treat heads that share a key as queries of one head, so that keys need not be repeated.
         keys, values = keys[:, :, -self._window :], values[:, :, -self._window :]
+        if self._sinks is not None:
+            seen = torch.ones(1, keys.shape[2], dtype=torch.bool, device=keys.device)
+            out = attend(query.permute(1, 2, 0, 3), keys, values, seen, self._scale, self._sinks)
+            return out.permute(2, 0, 1, 3).flatten(2)
+        # Treat heads that share a key as queries of one head, so that keys need not be repeated.
         query = query.reshape(slots, groups, -1, size)
         out = scaled_dot_product_attention(query, keys, values, scale=self._scale)
         return out.reshape(1, slots, -1)
@@ -214,7 +219,9 @@ def _settings(chunks: Sequence[GPTModel], max_tokens: int) -> Iterator[tuple[Any
         for layer in chunk.decoder.layers:
             scale = getattr(layer.self_attention, "softmax_scale", chunk.config.softmax_scale)
             window = layer_window(chunk.config, layer.layer_number)
-            yield layer.self_attention, "core_attention", _CachedAttention(max_tokens, scale, window)
+            sinks = getattr(layer.self_attention.core_attention, "softmax_offset", None)
+            cached = _CachedAttention(max_tokens, scale, window, sinks)
+            yield layer.self_attention, "core_attention", cached
         # Latent attention has angles of its own in every layer.
         latent = chunk.config.multi_latent_attention
         for owner in [layer.self_attention for layer in chunk.decoder.layers] if latent else [chunk]:

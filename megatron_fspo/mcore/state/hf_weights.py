@@ -18,6 +18,7 @@ from megatron_fspo.parallel.buckets import from_bytes, in_buckets, num_bytes, to
 from megatron_fspo.parallel.groups import gather_lists, share
 from megatron_fspo.weights import (
     Reader,
+    Stacks,
     check_coverage,
     iterate_hf_tensors,
     load_into,
@@ -178,6 +179,7 @@ def _stage_tensors(
     def keep(expert: Tensor) -> list[Tensor] | None:
         return [expert] if experts.rank() == 0 else None
 
+    stacks: Stacks = {}
     for chunk, parameters in zip(model.chunks, named, strict=True):
         offset = layer_offset(model.config, chunk)
         for of_experts, together in groupby(parameters, key=lambda pair: is_expert(pair[0])):
@@ -190,7 +192,7 @@ def _stage_tensors(
                     for source in range(experts.size()):
                         before = source * model.arch.num_experts // experts.size()
                         theirs = zip(names, fetch(source, mine), strict=True)
-                        yield from iterate_hf_tensors(theirs, model.arch, keep, offset, before)
+                        yield from iterate_hf_tensors(theirs, model.arch, keep, offset, before, stacks)
 
 
 def _from_stage(

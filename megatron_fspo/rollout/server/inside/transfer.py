@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -41,6 +42,8 @@ class WeightLoading:
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load some of the tensors."""
+        if type(self._model).__name__ == "GptOssForCausalLM":
+            tensors = by_loaders(self._model, tensors)
         self._model.load_weights(tensors)  # type: ignore[operator]
 
     def finish(self) -> None:
@@ -97,6 +100,22 @@ class _Transfer(WeightTransferEngine):
 
     def shutdown(self) -> None:
         """Do nothing."""
+
+
+def by_loaders(model: torch.nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Load sinks, and yield experts one by one. gpt-oss's ``load_weights`` would copy sinks and tensors of
+    all experts into parameters that have no storage during a reload, and silently keep the old values."""
+    for name, tensor in tensors:
+        block, of_experts, word = name.rpartition(".experts.")
+        if of_experts:
+            yield from ((f"{block}.experts.{number}.{word}", one) for number, one in enumerate(tensor))
+        elif name.endswith(".sinks"):
+            sinks: Any = model.get_parameter(name.replace(".self_attn.", ".attn."))
+            sinks.weight_loader(
+                sinks, tensor.chunk(get_tensor_model_parallel_world_size())[get_tensor_model_parallel_rank()]
+            )
+        else:
+            yield name, tensor
 
 
 def repack(model: torch.nn.Module) -> int:
