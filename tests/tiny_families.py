@@ -12,7 +12,7 @@ import families
 from launch import REPO
 
 _DENSE = ("mistral", "phi3", "granite", "glm4", "gemma3", "olmo2", "olmo3")
-NEW = (*_DENSE, "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight")
+NEW = (*_DENSE, "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight", *families.LINEAR)
 LETTERS = REPO / "examples/make_sum/checkpoint"
 _SIZES = {
     "vocab_size": 14,
@@ -38,6 +38,8 @@ def write(family: str, folder: Path, **changes: Any) -> Path:
         sizes["sliding_window"] = 12
     if family in ("gemma3", "olmo3"):
         sizes["layer_types"] = ["sliding_attention", "full_attention"] * (sizes["num_hidden_layers"] // 2)
+    if family in families.LINEAR:
+        sizes["vocab_size"] = 15  # transformers' tokenizer for these families adds a token
     torch.manual_seed(len(family))
     model = AutoModelForCausalLM.from_config(families.config(family, **sizes))
     with torch.no_grad():

@@ -6,8 +6,8 @@ float64, except where positions become angles, which both sides define in float3
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -44,15 +44,19 @@ class HFModel:
     ) -> Tensor:
         """Return float64 logits [t, V] of a sequence; tokens attend to earlier ones of the same number in
         ``rows`` [t]."""
-        # Where positions begin anew, transformers masks earlier tokens.
-        positions = torch.cat([torch.arange(int(count)) for count in rows.bincount()])[None]
-        inputs = {"input_ids": torch.tensor(ids)[None], "position_ids": positions, "use_cache": False}
+        counts = rows.bincount().tolist()
+        named = self._names(weights)
         with ExitStack() as stack:
             for module in self._model.modules():
                 if "Router" in type(module).__name__:
                     stack.enter_context(module.register_forward_hook(self._routed(routers)))
+                if "GatedDeltaNet" in type(module).__name__:
+                    stack.enter_context(_by_row(module, counts))
             stack.enter_context(self._wide)
-            logits: Tensor = functional_call(self._model, self._names(weights), (), inputs).logits[0]
+            # Where positions begin anew, transformers masks earlier tokens.
+            positions = torch.cat([torch.arange(count) for count in counts])[None]
+            inputs = {"input_ids": torch.tensor(ids)[None], "position_ids": positions, "use_cache": False}
+            logits: Tensor = functional_call(self._model, named, (), inputs).logits[0]
         return logits
 
     def _names(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -85,6 +89,22 @@ class HFModel:
             return logits, weights * experts.scale, chosen
 
         return hook
+
+
+@contextmanager
+def _by_row(module: Any, counts: list[int]) -> Iterator[None]:
+    """Apply a module to each row of a sequence alone: transformers' gated delta nets ignore positions."""
+    whole = module.forward
+
+    def forward(hidden_states: Tensor, **options: Any) -> Tensor:
+        rows = torch.split(hidden_states, counts, 1)
+        return torch.cat([whole(row, **options | {"attention_mask": None}) for row in rows], 1)
+
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
 
 
 class _Wide(TorchFunctionMode):
@@ -141,6 +161,15 @@ def hf_config(arch: Architecture) -> dict[str, Any]:
         "embedding_multiplier": arch.embedding_scale, "residual_multiplier": arch.residual_scale,
         "logits_scaling": arch.logits_divisor,
     }
+    if (linear := arch.linear) is not None:
+        names = {"linear_attention": "linear", "full_attention": "full"}
+        kinds = {kind: name for name, kind in names.items()}
+        config |= {
+            "layer_types": [kinds[arch.layer_type(layer)] for layer in range(arch.num_layers)],
+            "linear_num_key_heads": linear.key_heads, "linear_num_value_heads": linear.value_heads,
+            "linear_key_head_dim": linear.key_size, "linear_value_head_dim": linear.value_size,
+            "linear_conv_kernel_dim": linear.conv,
+        }
     if (latent := arch.latent) is None:
         config["head_dim"] = arch.head_dim
     else:

@@ -98,9 +98,11 @@ def copy_side_files(source: Path, folder: Path, dtype: torch.dtype | None) -> No
     config = json.loads((source / "config.json").read_bytes())
     changed = dict(config)
     changed.pop("quantization_config", None)
+    if "text_config" in config:  # of a multimodal model
+        changed["text_config"] = dict(config["text_config"])
     if dtype is not None:
-        for key in {"dtype", "torch_dtype"} & config.keys():
-            changed[key] = dtype_name(dtype)
+        for part in (changed, changed.get("text_config", {})):
+            part |= dict.fromkeys({"dtype", "torch_dtype"} & part.keys(), dtype_name(dtype))
     if changed != config:
         text = json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")

@@ -9,7 +9,7 @@ Layouts, with tp the tensor-parallel size:
 replicated the same on every rank
 row        dimension 1 in tp equal parts
 column     dimension 0 in tp equal parts
-qkv        query groups in tp equal parts; in each group the query heads, the key head, the value head
+qkv        groups of heads in tp equal parts; in each group the rows of the first tensor, the second, …
 gate_up    on each rank: its part of gate, then its part of up
 vocab      dimension 0 in tp equal parts, after padding with zero rows to Megatron's vocabulary
 ========== ==================================================================================================
@@ -35,7 +35,8 @@ ShardLayout = Literal["replicated", "row", "column", "qkv", "gate_up", "vocab"]
 Size = Literal[
     "vocab_size", "hidden_size", "q_size", "kv_size", "head_dim", "value_size", "ffn_size", "num_experts",
     "expert_ffn_size", "shared_ffn_size", "q_rank", "kv_rank", "kv_down_size", "kv_up_size", "one",
-    "lora_rank",
+    "lora_rank", "q_rows", "linear_key_size", "linear_value_size", "linear_value_heads", "linear_head_size",
+    "conv", "qkvz_size", "ba_size",
 ]  # fmt: skip
 
 
@@ -86,6 +87,10 @@ class Row:
             return (self.layers == "linear") == (arch.layer_type(layer) == "linear")
         return self.layers == "all" or (self.layers == "dense") == (layer < arch.dense_layers)
 
+    def groups(self, arch: Architecture) -> int:
+        """Return the number of groups of heads in the layout qkv: those that share a key head."""
+        return arch.linear.key_heads if self.layers == "linear" and arch.linear else arch.num_kv_heads
+
     def files(self, arch: Architecture) -> dict[str, tuple[int, ...]]:
         """Return name → shape of its tensors in the files."""
         shapes: dict[str, tuple[int, ...]] = {}
@@ -131,7 +136,7 @@ def shard_shape(row: Row, arch: Architecture, tp_size: int, padded_vocab: int) -
 def shard_slices(row: Row, arch: Architecture, tp_rank: int, tp_size: int, padded_vocab: int) -> list[Slices]:
     """Return the part of each Hugging Face tensor of ``row`` that one rank holds.
 
-    Heads of a query group are adjacent in ``q_proj``, so a range of query groups is a range of rows.
+    Heads of a group are adjacent in each tensor, so a range of groups is a range of rows.
     """
     check_tensor_parallel(arch, tp_size, padded_vocab)
     parts = []
@@ -161,7 +166,7 @@ def to_megatron_shard(
         case "gate_up":
             shard = torch.cat(list(parts))
         case "qkv":
-            groups = parts[1].shape[0] // arch.head_dim
+            groups = row.groups(arch) * shape[0] // sum(tensor.shape(arch)[0] for tensor in row.hf)
             shard = torch.cat([part.view(groups, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
         case "vocab":
             (part,) = parts
@@ -202,12 +207,14 @@ def from_megatron_shards(row: Row, shards: Sequence[Tensor], arch: Architecture)
             halves = [shard.chunk(2) for shard in shards]
             return _merged(row, [torch.cat(half) for half in zip(*halves, strict=True)])
         case "qkv":
-            group = [arch.q_size // arch.num_kv_heads, arch.head_dim, arch.head_dim]
+            group = [tensor.shape(arch)[0] // row.groups(arch) for tensor in row.hf]
             groups = torch.cat([shard.view(-1, sum(group), *shard.shape[1:]) for shard in shards])
             return _merged(row, [part.flatten(0, 1) for part in torch.split(groups, group, dim=1)])
 
 
 def _merged(row: Row, values: Sequence[Tensor]) -> list[Tensor]:
     """Join the tensors of ``row`` that are one in the files."""
-    names = [tensor.name for tensor in row.hf]
-    return [*values] if len({*names}) == len(names) else [torch.cat(list(values))]
+    joined: dict[str, list[Tensor]] = {}
+    for tensor, value in zip(row.hf, values, strict=True):
+        joined.setdefault(tensor.name, []).append(value)
+    return [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in joined.values()]

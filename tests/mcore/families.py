@@ -14,10 +14,26 @@ from backend import ENGINE, fitting, supported
 from megatron_fspo.config import Parallel
 
 VOCAB = 1237  # a prime: every tensor-parallel size pads
-DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "granite", "glm4", "gemma3", "olmo2", "olmo3")
-EXPERTS = ("moe_normalised", "moe_raw", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight")
+LINEAR = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+DENSE = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "phi3",
+    "granite",
+    "glm4",
+    "gemma3",
+    "olmo2",
+    "olmo3",
+    "qwen3_5",
+)
+EXPERTS = (
+    *("moe_normalised", "moe_raw", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight"),
+    *LINEAR[::2],
+)
 FAMILIES = (*DENSE, *EXPERTS)
-FEWER = ("mistral", "phi3", "granite", "qwen2_moe", "glm4_moe", "moonlight", "gemma3", "olmo2")
+FEWER = ("mistral", "phi3", "granite", "qwen2_moe", "glm4_moe", "moonlight", "gemma3", "olmo2", "qwen3_next")
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -60,6 +76,15 @@ _LATENT = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
+}
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25},
 }
 _YARN = {
     **_ROPE,
@@ -128,6 +153,9 @@ _OWN: dict[str, tuple[str, bool, dict[str, Any]]] = {
     ),
     "deepseek_v3": ("deepseek_v3", False, {**_LATENT, "rope_parameters": _YARN}),
     "moonlight": ("deepseek_v3", False, {**_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    "qwen3_next": ("qwen3_next", False, {**_MOE, "shared_expert_intermediate_size": 48, **_LINEAR}),
+    "qwen3_5": ("qwen3_5_text", True, _LINEAR),
+    "qwen3_5_moe": ("qwen3_5_moe_text", False, {**_MOE, "shared_expert_intermediate_size": 48, **_LINEAR}),
     "qwen2_moe": ("qwen2_moe", False, {**_MOE, "shared_expert_intermediate_size": 48}),
     "glm4_moe": (
         "glm4_moe",
@@ -197,6 +225,8 @@ def fits(family: str, parallel: Parallel) -> bool:
     )
     if further and family in FEWER:
         return False
+    if family in LINEAR and parallel.context > 1:
+        return False
     if family in DENSE:
         return parallel.expert == 1
     return parallel.tensor == 1 or parallel.sequence
@@ -219,6 +249,8 @@ def config(family: str, **changes: Any) -> Any:
     sizes = copy.deepcopy(
         {**_SIZES, "rope_parameters": _ROPE, **own, **changes}
     )  # transformers writes into it
+    if "layer_types" in sizes:
+        sizes["layer_types"] = (sizes["layer_types"] * 2)[: sizes["num_hidden_layers"]]
     return AutoConfig.for_model(model_type, tie_word_embeddings=tied, **sizes)
 
 
@@ -234,6 +266,10 @@ def write_checkpoint(family: str, folder: Path) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
             if parameter.dim() == 1 and family != "gemma3":  # whose norms multiply by 1 + weight
                 parameter.add_(1.0)
+        for name, parameter in model.named_parameters() if family in LINEAR else ():
+            if parameter.dim() == 1 and not name.endswith("linear_attn.norm.weight"):
+                # Zero-centred norms, and states that last.
+                parameter.sub_(3.0 if name.endswith(("A_log", "dt_bias")) else 1.0)
     model.float().save_pretrained(folder)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import shared_experts
 from patching import Patch, wrap
@@ -22,7 +23,8 @@ from patching import Patch, wrap
 from families import config
 from megatron_fspo.mcore.machine.backend import choose_backend
 from megatron_fspo.mcore.machine.startup import join, start, stop
-from megatron_fspo.mcore.model import layers, self_attention
+from megatron_fspo.mcore.model import gated_delta, layers, self_attention
+from megatron_fspo.mcore.model.gated_delta import DeltaCore, GatedNorm
 from megatron_fspo.mcore.model.router import PolicyRouter
 from megatron_fspo.mcore.model.self_attention import TwoRopes
 from megatron_fspo.verify.cases import TEMPERATURE, cases, make_routes, make_samples, narrow, random_weights
@@ -44,6 +46,9 @@ LAYOUTS = {
     "glm4_moe": ("moe.tp2.sp", "moe.pp2"),
     "deepseek_v3": ("moe.tp2.sp", "moe.recompute", "moe.cp2"),
     "moonlight": ("moe.pp2", "ep2"),
+    "qwen3_5": ("tp2", "tp2.sp", "pp2", "recompute"),
+    "qwen3_next": ("moe.tp2.sp", "ep2"),
+    "qwen3_5_moe": ("moe.tp2.sp", "moe.pp2"),
 }
 """Family → layouts on 2 ranks; each of these occurs with attention and with experts."""
 
@@ -84,6 +89,29 @@ def plain_norm(real: Any, self: Any, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def leaking(part: int) -> Any:
+    """A sequence begins with the last channels (part 0) or the memory (1) of the one before it."""
+
+    def sequence(real: Any, self: Any, *inputs: torch.Tensor) -> Any:
+        last = vars(self).get("last")
+        if last is not None:
+            last = tuple(x if number == part else x * 0 for number, x in enumerate(last))
+        found, state = real(self, *inputs, last)
+        self.last = tuple(x.detach() for x in state)
+        return found, state
+
+    return sequence
+
+
+def gated_before(real: Any, self: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = real(self, x * F.silu(gate), torch.full_like(gate, 1.2784645427610738))
+    return out  # of which silu is 1
+
+
+def unsummed(real: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+    return x
+
+
 FAULTS: dict[str, tuple[str, str, Any, str, Any]] = {
     "window_off_by_one": ("mistral", "recompute", layers, "packed_attention", longer_window),
     "windows_of_other_layers": ("gemma3", "recompute", Architecture, "layer_type", next_layer),
@@ -93,6 +121,17 @@ FAULTS: dict[str, tuple[str, str, Any, str, Any]] = {
     "mean_of_a_rank": ("olmo2", "tp2.sp", self_attention, "over_ranks", lambda real, values, _: values),
     "no_bias_of_the_router": ("glm4_moe", "moe.tp2.sp", PolicyRouter, "_choice", without_bias),
     "shared_expert_twice": ("qwen2_moe", "ep2", shared_experts.SharedExpertMLP, "forward", doubled),
+    "state_leaks_over_a_border": ("qwen3_5", "pp2", DeltaCore, "sequence", leaking(1)),
+    "conv_tail_of_the_neighbour": ("qwen3_5", "pp2", DeltaCore, "sequence", leaking(0)),
+    "gate_before_the_norm": ("qwen3_next", "moe.tp2.sp", GatedNorm, "forward", gated_before),
+    "zero_centred_norm_as_plain": ("qwen3_5_moe", "moe.pp2", layers.RMSNorm, "forward", plain_norm),
+    **{
+        f"out_norm_unsummed_{layout}": (
+            *("qwen3_5", layout, gated_delta, "copy_to_tensor_model_parallel_region"),
+            unsummed,
+        )
+        for layout in ("tp2", "tp2.sp")
+    },
     "latent_rope_flipped": (
         "deepseek_v3",
         "moe.tp2.sp",

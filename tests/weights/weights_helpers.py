@@ -40,6 +40,21 @@ _SIGMOID = {
     "n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "n_shared_experts": 1,
     "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
 }  # fmt: skip
+_LINEAR = {
+    "hidden_size": 32,
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+}
+_SHARED = {
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 10,
+    "shared_expert_intermediate_size": 12,
+}
 _OWN: dict[str, dict] = {
     "llama": {
         "hidden_size": 32,
@@ -63,10 +78,10 @@ _OWN: dict[str, dict] = {
     "gemma3_text": {"hidden_size": 32, "head_dim": 8, "sliding_window": 16},
     "olmo2": {"hidden_size": 32},
     "olmo3": {"hidden_size": 32, "sliding_window": 16},
-    "qwen2_moe": {
-        "hidden_size": 32, "num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 10,
-        "shared_expert_intermediate_size": 12,
-    },
+    "qwen2_moe": {"hidden_size": 32, **_SHARED},
+    "qwen3_next": {**_LINEAR, **_SHARED},
+    "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": {**_LINEAR, **_SHARED},
     "glm4_moe": {**_SIGMOID, "hidden_size": 32, "head_dim": 8, "attention_bias": True, "use_qk_norm": True},
     "deepseek_v3": {
         **_SIGMOID, "hidden_size": 32, "q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 6,

@@ -120,10 +120,15 @@ def _attention(arch: Architecture) -> dict[str, Any]:
     """Return the settings for heads."""
     latent = arch.latent
     # Megatron's fused RoPE of packs ignores that neighbours are rotated; latent attention's needs YaRN.
-    fused = {"apply_rope_fusion": False} if latent or arch.rotary_interleaved else {}
+    fused: dict[str, Any] = {"apply_rope_fusion": False} if latent or arch.rotary_interleaved else {}
     if latent is None:
         normed = has_parameter(arch, "self_attention.q_layernorm.weight") and not arch.projection_norms
-        return {"kv_channels": arch.head_dim, "qk_layernorm": normed, **fused}
+        if arch.linear:  # which makes the layers of a checkpoint separate
+            fused["linear_attention_freq"] = [
+                int(arch.layer_type(n) == "linear") for n in range(arch.num_layers)
+            ]
+        gated = arch.output_gate
+        return {"kv_channels": arch.head_dim, "qk_layernorm": normed, "attention_output_gate": gated, **fused}
     return {
         "q_lora_rank": latent.q_rank,
         "kv_lora_rank": latent.kv_rank,
