@@ -83,6 +83,26 @@ class LinearAttention:
     conv: int
     """Tokens that the convolution of queries, keys and values sees."""
 
+    @property
+    def keys(self) -> int:
+        """Values of a token's keys, and of its queries."""
+        return self.key_heads * self.key_size
+
+    @property
+    def values(self) -> int:
+        """Values of a token's values, and of its gates."""
+        return self.value_heads * self.value_size
+
+    @property
+    def qkvz(self) -> int:
+        """Rows of the projections of queries, keys, values and gates."""
+        return 2 * (self.keys + self.values)
+
+    @property
+    def ba(self) -> int:
+        """Rows of the projections of the rates of writing and of decay."""
+        return 2 * self.value_heads
+
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
@@ -207,41 +227,9 @@ class Architecture:
         return self.q_size * (1 + self.output_gate)
 
     @property
-    def linear_key_size(self) -> int:
-        """Values of a token's keys, and of its queries, in a linear layer; 0 without."""
-        return self.linear.key_heads * self.linear.key_size if self.linear else 0
-
-    @property
-    def linear_value_size(self) -> int:
-        """Values that a linear layer returns for a token, before its last product; 0 without."""
-        return self.linear.value_heads * self.linear.value_size if self.linear else 0
-
-    @property
-    def linear_value_heads(self) -> int:
-        return self.linear.value_heads if self.linear else 0
-
-    @property
-    def linear_head_size(self) -> int:
-        return self.linear.value_size if self.linear else 0
-
-    @property
-    def conv(self) -> int:
-        return self.linear.conv if self.linear else 0
-
-    @property
-    def qkvz_size(self) -> int:
-        """Rows of the projections of query, key, value and gate in a linear layer; 0 without."""
-        return 2 * (self.linear_key_size + self.linear_value_size)
-
-    @property
-    def ba_size(self) -> int:
-        """Rows of the projections of a linear layer's rates of writing and decay; 0 without."""
-        return 2 * self.linear_value_heads
-
-    @property
     def state_size(self) -> int:
         """Values of a sequence's state in a linear layer; 0 without."""
-        return self.linear_value_size * self.linear.key_size if self.linear else 0
+        return self.linear.values * self.linear.key_size if self.linear else 0
 
     @property
     def kv_size(self) -> int:
@@ -341,7 +329,8 @@ class Architecture:
         if self.experts:
             active = self.experts.per_token * self.experts.ffn_size + self.experts.shared_ffn_size
             ffn += active * (self.num_layers - self.dense_layers)
-        linear = self.hidden_size * (self.qkvz_size + self.ba_size + self.linear_value_size)
+        net = self.linear
+        linear = self.hidden_size * (net.qkvz + net.ba + net.values) if net else 0
         attention = self.softmax_layers * self.attention_size + self.count("linear") * linear
         return round((attention + 3 * self.hidden_size * ffn) / self.num_layers)
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -35,8 +36,8 @@ ShardLayout = Literal["replicated", "row", "column", "qkv", "gate_up", "vocab"]
 Size = Literal[
     "vocab_size", "hidden_size", "q_size", "kv_size", "head_dim", "value_size", "ffn_size", "num_experts",
     "expert_ffn_size", "shared_ffn_size", "q_rank", "kv_rank", "kv_down_size", "kv_up_size", "one",
-    "lora_rank", "q_rows", "linear_key_size", "linear_value_size", "linear_value_heads", "linear_head_size",
-    "conv", "qkvz_size", "ba_size",
+    "lora_rank", "q_rows", "linear.keys", "linear.values", "linear.value_heads",
+    "linear.value_size", "linear.conv", "linear.qkvz", "linear.ba",
 ]  # fmt: skip
 
 
@@ -51,7 +52,7 @@ class HFTensor:
     sizes: tuple[Size, ...]
 
     def shape(self, arch: Architecture) -> tuple[int, ...]:
-        return tuple(getattr(arch, size) for size in self.sizes)
+        return tuple(attrgetter(size)(arch) for size in self.sizes)
 
 
 @dataclass(frozen=True)

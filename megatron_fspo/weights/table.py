@@ -157,18 +157,18 @@ _GATED_SHARED = (
          _hf(f"{_H}mlp.shared_expert_gate.weight", "one", "hidden_size")),
 )
 _A, _L = f"{_M}self_attention.", f"{_H}linear_attn."
-_MIXED: tuple[Size, Size, Size] = ("linear_key_size", "linear_key_size", "linear_value_size")
+_MIXED: tuple[Size, Size, Size] = ("linear.keys", "linear.keys", "linear.values")
 _HYBRID = (
     *_ENDS,
     *(replace(row, layers="softmax")
       for row in (_before("linear_qkv"), _qkv("weight", "hidden_size"), *_QK_NORM, _OUT)),
     *(replace(row, layers="linear") for row in (
         _before("in_proj"),
-        _row("qkv", f"{_A}conv_weight", *(_hf(f"{_L}conv1d.weight", size, "one", "conv") for size in _MIXED)),
-        *(_row("column", f"{_A}{name}", _hf(f"{_L}{name}", "linear_value_heads"))
+        _row("qkv", f"{_A}conv_weight", *(_hf(f"{_L}conv1d.weight", size, "one", "linear.conv") for size in _MIXED)),
+        *(_row("column", f"{_A}{name}", _hf(f"{_L}{name}", "linear.value_heads"))
           for name in ("A_log", "dt_bias")),
-        _row("replicated", f"{_A}out_norm.weight", _hf(f"{_L}norm.weight", "linear_head_size")),
-        _row("row", f"{_A}out_proj.weight", _hf(f"{_L}out_proj.weight", "hidden_size", "linear_value_size")),
+        _row("replicated", f"{_A}out_norm.weight", _hf(f"{_L}norm.weight", "linear.value_size")),
+        _row("row", f"{_A}out_proj.weight", _hf(f"{_L}out_proj.weight", "hidden_size", "linear.values")),
     )),
 )
 
@@ -180,8 +180,8 @@ def _in_proj(*parts: tuple[str, Size]) -> Row:
                 layers="linear")
 
 
-_IN_PROJ = _in_proj(*(("qkv", size) for size in _MIXED), ("z", "linear_value_size"),
-                    ("b", "linear_value_heads"), ("a", "linear_value_heads"))
+_IN_PROJ = _in_proj(*(("qkv", size) for size in _MIXED), ("z", "linear.values"),
+                    ("b", "linear.value_heads"), ("a", "linear.value_heads"))
 
 
 def _adapter(linear: str, target: str, hf: str, outputs: Size, inputs: Size) -> tuple[Row, Row]:
@@ -238,7 +238,7 @@ TABLES: Mapping[str, tuple[Row, ...]] = MappingProxyType(
         "deepseek_v3": (*_LATENT, *_mlp(), *_moe("mlp"), *_shared("shared_experts")),
         # Its two tensors have the groups of heads that the others' six are sorted into.
         "qwen3_next": (
-            *_HYBRID, _in_proj(("qkvz", "qkvz_size"), ("ba", "ba_size")), *_moe("mlp"), *_GATED_SHARED
+            *_HYBRID, _in_proj(("qkvz", "linear.qkvz"), ("ba", "linear.ba")), *_moe("mlp"), *_GATED_SHARED
         ),
         "qwen3_5_text": (*_HYBRID, _IN_PROJ, *_mlp()),
         "qwen3_5_moe_text": (*_HYBRID, _IN_PROJ, *_moe("mlp"), *_GATED_SHARED),

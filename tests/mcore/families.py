@@ -16,17 +16,8 @@ from megatron_fspo.config import Parallel
 VOCAB = 1237  # a prime: every tensor-parallel size pads
 LINEAR = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 DENSE = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "mistral",
-    "phi3",
-    "granite",
-    "glm4",
-    "gemma3",
-    "olmo2",
-    "olmo3",
-    "qwen3_5",
+    *("llama", "qwen2", "qwen3", "mistral", "phi3", "granite", "glm4", "gemma3", "olmo2", "olmo3"),
+    LINEAR[1],
 )
 EXPERTS = (
     *("moe_normalised", "moe_raw", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight"),

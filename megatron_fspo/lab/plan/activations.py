@@ -140,11 +140,9 @@ def _linear(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
     counted as its code reads."""
     arch, width, t = shape.arch, shape.width, pack.tokens
     assert arch.linear is not None
-    heads, value = (
-        size / shape.parallel.tensor for size in (arch.linear_value_heads, arch.linear_value_size)
-    )
+    heads, value = (n / shape.parallel.tensor for n in (arch.linear.value_heads, arch.linear.values))
     keys = heads * arch.linear.key_size
-    channels = value + 2 * arch.linear_key_size / shape.parallel.tensor
+    channels = value + 2 * arch.linear.keys / shape.parallel.tensor
     chunk, memory = CHUNK * heads, value * arch.linear.key_size / CHUNK
     yield from _norm(shape, pack, "first")
     yield KeptTensor("channels, into the convolution", t * channels * width, t * channels * width)

@@ -127,8 +127,10 @@ def kv_bytes(shape: Shape, *, rows: int, tokens: int) -> int:
 def state_bytes(arch: Architecture, width: int) -> int:
     """Return the bytes that a sequence has in all linear layers, however long it is: memory in fp32, and the
     last channels of the convolutions."""
-    channels = 2 * arch.linear_key_size + arch.linear_value_size
-    return arch.count("linear") * (arch.state_size * _FP32 + channels * max(arch.conv - 1, 0) * width)
+    if (net := arch.linear) is None:
+        return 0
+    tail = (2 * net.keys + net.values) * (net.conv - 1) * width
+    return arch.count("linear") * (arch.state_size * _FP32 + tail)
 
 
 def cached_values(arch: Architecture, *, embedded: bool, gpus: int) -> int:

@@ -212,7 +212,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc, unused-ignore]
         self.core_attention = DeltaCore(linear)
         self.out_norm = GatedNorm(config, linear.value_size, self._group)
         self.out_proj = out_proj(
-            arch.linear_value_size, arch.hidden_size, init_method=config.output_layer_init_method,
+            linear.values, arch.hidden_size, init_method=config.output_layer_init_method,
             input_is_parallel=True, **how,
         )  # fmt: skip
 
