@@ -161,15 +161,7 @@ def hf_config(arch: Architecture) -> dict[str, Any]:
         "embedding_multiplier": arch.embedding_scale, "residual_multiplier": arch.residual_scale,
         "logits_scaling": arch.logits_divisor,
     }
-    if (linear := arch.linear) is not None:
-        names = {"linear_attention": "linear", "full_attention": "full"}
-        kinds = {kind: name for name, kind in names.items()}
-        config |= {
-            "layer_types": [kinds[arch.layer_type(layer)] for layer in range(arch.num_layers)],
-            "linear_num_key_heads": linear.key_heads, "linear_num_value_heads": linear.value_heads,
-            "linear_key_head_dim": linear.key_size, "linear_value_head_dim": linear.value_size,
-            "linear_conv_kernel_dim": linear.conv,
-        }
+    config |= _linear(arch)
     if (latent := arch.latent) is None:
         config["head_dim"] = arch.head_dim
     else:
@@ -194,3 +186,15 @@ def hf_config(arch: Architecture) -> dict[str, Any]:
         config["layer_types"] = [kinds[arch.layer_type(layer)] for layer in range(arch.num_layers)]
     # fmt: on
     return config
+
+
+def _linear(arch: Architecture) -> dict[str, Any]:
+    """Return the keys for layers with linear attention; empty without."""
+    if (linear := arch.linear) is None:
+        return {}
+    types = [f"{arch.layer_type(layer)}_attention" for layer in range(arch.num_layers)]
+    return {
+        "layer_types": types, "linear_num_key_heads": linear.key_heads,
+        "linear_num_value_heads": linear.value_heads, "linear_key_head_dim": linear.key_size,
+        "linear_value_head_dim": linear.value_size, "linear_conv_kernel_dim": linear.conv,
+    }  # fmt: skip

@@ -182,7 +182,7 @@ def _layer_types(config: ConfigFile, family: str) -> tuple[LayerType, ...]:
             every = config.size(key)
         local: LayerType = "linear" if family in _HYBRID else "window"
         return tuple(local if layer % every else "full" for layer in layers if every)
-    whole = "sliding_attention" if _has_window(config, family) and family not in _MIXED else "full_attention"
+    whole = "sliding_attention" if family not in _MIXED and _has_window(config, family) else "full_attention"
     legal = _MIXED.get(family, (whole,))
     kinds = config.required("layer_types", list)
     if other := [kind for kind in kinds if kind not in legal]:
@@ -196,9 +196,10 @@ def _layer_types(config: ConfigFile, family: str) -> tuple[LayerType, ...]:
 
 def _has_window(config: ConfigFile, family: str) -> bool:
     """Return True if tokens attend to a window. Other families have the key without using it."""
+    given = config.optional("sliding_window") is not None
     if family in _MIXED:
         return "window" in _layer_types(config, family)
-    return config.optional("sliding_window") is not None and family in _WITH_WINDOW
+    return given and family in _WITH_WINDOW
 
 
 def _head_dim(config: ConfigFile, latent: LatentAttention | None) -> int:

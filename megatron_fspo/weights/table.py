@@ -164,7 +164,8 @@ _HYBRID = (
       for row in (_before("linear_qkv"), _qkv("weight", "hidden_size"), *_QK_NORM, _OUT)),
     *(replace(row, layers="linear") for row in (
         _before("in_proj"),
-        _row("qkv", f"{_A}conv_weight", *(_hf(f"{_L}conv1d.weight", size, "one", "linear.conv") for size in _MIXED)),
+        _row("qkv", f"{_A}conv_weight",
+             *(_hf(f"{_L}conv1d.weight", size, "one", "linear.conv") for size in _MIXED)),
         *(_row("column", f"{_A}{name}", _hf(f"{_L}{name}", "linear.value_heads"))
           for name in ("A_log", "dt_bias")),
         _row("replicated", f"{_A}out_norm.weight", _hf(f"{_L}norm.weight", "linear.value_size")),

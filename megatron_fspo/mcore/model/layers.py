@@ -239,6 +239,17 @@ def _remove_norms(backend: Backend, layer: ModuleSpec) -> None:
     inside.linear_fc1 = layer.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
 
 
+def _gate(layer: ModuleSpec, arch: Architecture, linear: bool) -> None:
+    """Put gated attention, or a gated delta net, into a spec."""
+    attention = layer.submodules.self_attention
+    if not linear:
+        attention.module = GatedSelfAttention
+        return
+    parts = {"in_proj": attention.submodules.linear_qkv, "out_proj": attention.submodules.linear_proj}
+    layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"arch": arch, **parts})
+    layer.submodules.sharded_state_dict_keys_map["input_layernorm."] = "self_attention.in_proj.layer_norm_"
+
+
 def _layer_spec(
     backend: Backend,
     config: TransformerConfig,
@@ -288,14 +299,7 @@ def _layer_spec(
     if arch is not None and not has_parameter(arch, "input_layernorm.weight"):
         _remove_norms(backend, layer)
     if arch is not None and arch.output_gate:
-        layer.submodules.self_attention.module = GatedSelfAttention
-    if linear:
-        qkv = layer.submodules.self_attention.submodules
-        parts = {"arch": arch, "in_proj": qkv.linear_qkv, "out_proj": qkv.linear_proj}
-        layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params=parts)
-        layer.submodules.sharded_state_dict_keys_map |= {
-            "input_layernorm.": "self_attention.in_proj.layer_norm_"
-        }
+        _gate(layer, arch, linear)
     for place in ("self_attn_bda", "mlp_bda"):
         normed = arch is not None and has_parameter(arch, f"{place}.norm.weight")
         if (scale := arch.residual_scale if arch else 1.0) != 1 or normed:
