@@ -42,6 +42,27 @@ def _gpt_oss(layers: int, experts: int) -> dict:
     return {key: value for key, value in config.items() if key != "torch_dtype"}  # they have none
 
 
+def _hybrid(model_type: str, layers: int, hidden: int, ffn: int, heads: int, kv: int, **more: Any) -> dict:
+    return _config(
+        model_type, layers, hidden, ffn, heads, kv, rms_norm_eps=1e-6, rope_theta=10000000, head_dim=256,
+        attention_bias=False, full_attention_interval=4, linear_conv_kernel_dim=4, linear_key_head_dim=128,
+        linear_num_key_heads=16, linear_value_head_dim=128, max_position_embeddings=262144, **more,
+    )  # fmt: skip
+
+
+def _qwen3_5(tied: bool, text: dict[str, Any]) -> dict[str, Any]:
+    rope = {
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default",
+        "rope_theta": 10000000, "partial_rotary_factor": 0.25,
+    }  # fmt: skip
+    text |= {
+        "rope_parameters": rope, "attn_output_gate": True, "vocab_size": 248320, "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "tie_word_embeddings": tied,
+    }  # fmt: skip
+    outside = {"model_type": text["model_type"].removesuffix("_text"), "tie_word_embeddings": tied}
+    return {**outside, "text_config": text, "vision_config": {}, "image_token_id": 248056}
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
@@ -118,6 +139,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         num_experts_per_tok=6, n_group=1, topk_group=1, first_k_dense_replace=1, routed_scaling_factor=2.446,
         num_nextn_predict_layers=0, ep_size=1, seq_aux=True, aux_loss_alpha=0.001,
     ),
+    "Qwen3-Next-80B-A3B": _hybrid(
+        "qwen3_next", 48, 2048, 5120, 16, 2, linear_num_value_heads=32, partial_rotary_factor=0.25,
+        rope_scaling=None, decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=512,
+        shared_expert_intermediate_size=512, num_experts=512, num_experts_per_tok=10, norm_topk_prob=True,
+        vocab_size=151936, use_sliding_window=False,
+    ),
+    "Qwen3.5-27B": _qwen3_5(
+        False, _hybrid("qwen3_5_text", 64, 5120, 17408, 24, 4, linear_num_value_heads=48)
+    ),
+    "Qwen3.5-35B-A3B": _qwen3_5(
+        False,
+        _hybrid(
+            "qwen3_5_moe_text", 40, 2048, 0, 16, 2, linear_num_value_heads=32, mlp_only_layers=[],
+            moe_intermediate_size=512, shared_expert_intermediate_size=512, num_experts=256,
+            num_experts_per_tok=8,
+        ),
+    ),
 }  # fmt: skip
 """Sizes are the published ones, written from memory: no file of theirs was loaded here."""
 BILLIONS = {
@@ -125,5 +163,6 @@ BILLIONS = {
     "Mistral-7B-v0.1": 7.24, "Phi-4": 14.7, "Granite-3.1-8B": 8.17, "GLM-4-9B-0414": 9.4,
     "Qwen1.5-MoE-A2.7B": 14.3, "GLM-4.5-Air": 106, "Gemma-3-27B": 27.0,
     "OLMo-2-13B": 13.7, "OLMo-3-32B": 32.2, "DeepSeek-V3": 671, "Moonlight-16B-A3B": 16,
+    "Qwen3-Next-80B-A3B": 80, "Qwen3.5-27B": 27, "Qwen3.5-35B-A3B": 35,
 }  # fmt: skip
 """Published numbers of parameters, without layers that predict further tokens."""

@@ -65,7 +65,7 @@ THIRD_PARTY = {
     "parallel": {"torch", "triton"},
     "weights": {"torch", "safetensors"},
     "job": {"torch", "anyio", "httpx"},
-    "mcore": {"torch", "megatron", "transformer_engine"},
+    "mcore": {"torch", "megatron", "transformer_engine", "fla"},
     "rollout": {"torch", "safetensors", "httpx", "msgspec", "vllm"},
     "record": {"pyarrow", "torch", "tqdm", "wandb", "mlflow"},
     "trainer": {"torch", "pydantic", "tqdm"},

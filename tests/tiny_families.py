@@ -13,8 +13,9 @@ import torch
 
 from launch import REPO
 
+LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _DENSE = ("mistral", "phi3", "granite", "glm4", "gemma3_text", "olmo2", "olmo3")
-NEW = (*_DENSE, "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight", "gpt_oss")
+NEW = (*_DENSE, "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight", "gpt_oss", *LINEAR)
 LETTERS = REPO / "examples/make_sum/checkpoint"
 VOCAB = 1237  # a prime: every tensor-parallel size pads
 _SIZES: dict[str, Any] = {
@@ -52,6 +53,11 @@ _MIXED = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_atten
 _OLMO3 = {
     "rope_type": "yarn", "rope_theta": 500_000.0, "factor": 8.0, "original_max_position_embeddings": 32,
     "attention_factor": 0.1 * math.log(8) + 1,
+}  # fmt: skip
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 16, "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8, "linear_key_head_dim": 12, "linear_value_head_dim": 10,
+    "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25},
 }  # fmt: skip
 # As Qwen documents it for long contexts, and as in gpt-oss.
 _LONG = {**_ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -91,6 +97,9 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3": {**_LATENT, "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "rope_parameters": _YARN},
     "moonlight": {**_LATENT, "model_type": "deepseek_v3", "q_lora_rank": None},
+    "qwen3_next": {**_MOE, "shared_expert_intermediate_size": 48, **_LINEAR},
+    "qwen3_5_text": {"tie_word_embeddings": True, **_LINEAR},
+    "qwen3_5_moe_text": {**_MOE, "shared_expert_intermediate_size": 48, **_LINEAR},
     "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 48},
     "glm4_moe": {
         **_SIGMOID, "head_dim": 16, "attention_bias": True, "use_qk_norm": True, "rope_parameters": _PARTIAL,
@@ -122,7 +131,9 @@ def write(family: str, folder: Path, **changes: Any) -> Path:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(len(family))
-    model = AutoModelForCausalLM.from_config(config(family, {"sliding_window": 12}, **_SMALL | changes))
+    # transformers' tokenizer for hybrid families adds a token.
+    sizes = _SMALL | ({"vocab_size": 15} if family in LINEAR else {}) | changes
+    model = AutoModelForCausalLM.from_config(config(family, {"sliding_window": 12}, **sizes))
     with torch.no_grad():
         learned = [value for name, value in model.named_parameters() if name.endswith(("bias", "sinks"))]
         for bias in (*biases(model), *(learned if family == "gpt_oss" else ())):

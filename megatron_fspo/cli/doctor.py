@@ -91,6 +91,7 @@ def examine(config: Config | None = None) -> dict[str, Any]:
     from megatron_fspo.cli.node import node_problems
     from megatron_fspo.mcore.machine.backend import choose_backend
     from megatron_fspo.mcore.machine.transformer_engine import engine_problem
+    from megatron_fspo.mcore.model.gated_delta import kernels
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     problem = engine_problem()
@@ -113,6 +114,8 @@ def examine(config: Config | None = None) -> dict[str, Any]:
     for extra in filter(None, _MODULES):
         if names := absent(extra):
             missing.append(f"optional: {', '.join(names)}: `pip install -e '.[{extra}]'`")
+    if not kernels():
+        missing.append("optional: flash-linear-attention, for Qwen3.5: `pip install flash-linear-attention`")
     if not findings["packages"]["vllm"]:
         missing.append("optional: vllm, in a separate environment, for rollout.engine = vllm")
     if torch.distributed.is_nccl_available():
@@ -125,6 +128,7 @@ def examine(config: Config | None = None) -> dict[str, Any]:
         "layers": backend.layers,
         "optimizer": "torch" if not gpus else library,
         "apex kernels": apex_kernels,
+        "linear attention": kernels() or "torch",
     }
     engine = _engine(config) if problem is None and gpus else {}
     return findings | {"gpus": gpus, "use": use, "transformer engine": engine, "missing": missing}

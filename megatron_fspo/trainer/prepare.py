@@ -112,7 +112,7 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
             sizes = (arch.hidden_size, arch.vocab_size // tensor) if arch else ()
             head = attempt(partial(check_head, backend, DTYPES[model.dtype], *sizes))
             backend = replace(backend, head="torch") if head else backend
-        attempt(lambda: shares_prompts(config, backend.layers))
+        attempt(lambda: shares_prompts(config, backend.layers, arch))
         attempt(lambda: check_dtype(backend, DTYPES[model.dtype]))
         if config.rollout.engine == "vllm":
             keys = ("rollout", "evaluation")

@@ -250,7 +250,8 @@ def staleness_metrics(rollout: Rollout, step: int, *, limit: int) -> dict[str, f
 
 def make_layout(config: Config, arch: Architecture, groups: ParallelGroups, backend: Backend) -> PackLayout:
     """Return the layout of all packs of a run."""
-    costs = partial(attention_costs, linear_size=arch.layer_size, attention_size=arch.q_size)
+    pairs = arch.q_size * arch.softmax_layers // arch.num_layers
+    costs = partial(attention_costs, linear_size=arch.layer_size, attention_size=pairs)
     return replace(
         pack_layout(
             groups,
@@ -261,7 +262,7 @@ def make_layout(config: Config, arch: Architecture, groups: ParallelGroups, back
         ),
         max_tokens=config.batch.max_tokens,
         costs=costs if config.batch.balance == "attention" else None,
-        share_prompts=shares_prompts(config, backend.layers),
+        share_prompts=shares_prompts(config, backend.layers, arch),
     )
 
 

@@ -128,6 +128,7 @@ def cases(config: Config | None, shift: int, *, experts: bool = False) -> list[C
 def narrow(arch: Architecture) -> Architecture:
     """Reduce a run's model to small sizes, except head counts and tying; :func:`with_layers` adds layers."""
     arch = arch.shortened()
+    linear = arch.linear and replace(arch.linear, key_size=8, value_size=6)
     latent = arch.latent and replace(
         arch.latent, q_rank=arch.latent.q_rank and 10, kv_rank=12, rope_size=4, value_size=6
     )
@@ -141,9 +142,11 @@ def narrow(arch: Architecture) -> Architecture:
         hidden_size=32,
         head_dim=8,
         # Divisible by the same powers of 2 (up to 64) as the run's own.
-        ffn_size=24 if one_size else math.gcd(arch.ffn_size, 64),
+        ffn_size=24 if one_size else arch.ffn_size and math.gcd(arch.ffn_size, 64),
         experts=experts,
         latent=latent,
+        linear=linear,
+        prefix="model.",
         window=arch.window and 8,
         vocab_size=min(arch.vocab_size, 61),
         max_position_embeddings=1024,
@@ -168,9 +171,17 @@ def random_weights(arch: Architecture) -> dict[str, Tensor]:
     """Return Hugging Face name → fp32 tensor with values large enough that attention and clips matter."""
     generator = torch.Generator().manual_seed(1)
     return {
-        name: torch.randn(shape, generator=generator) * (0.1 if len(shape) == 1 else 0.2) + (len(shape) == 1)
+        name: torch.randn(shape, generator=generator) * (0.1 if len(shape) == 1 else 0.2)
+        + (_mean(name, arch) if len(shape) == 1 else 0)
         for name, shape in (expected_hf_shapes(arch) | adapter_shapes(arch)).items()
     }
+
+
+def _mean(name: str, arch: Architecture) -> float:
+    """Return about what a vector's values are in a model: norms 1, zero-centred ones 0; states last."""
+    if name.endswith(("A_log", "dt_bias")):
+        return -2.0
+    return float(not arch.zero_centered_norms or ".linear_attn." in name)
 
 
 def make_samples(arch: Architecture) -> list[Sample]:

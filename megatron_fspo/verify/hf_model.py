@@ -6,8 +6,8 @@ float64, except where positions become angles, which both sides define in float3
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -44,8 +44,9 @@ class HFModel:
     ) -> Tensor:
         """Return float64 logits [t, V] of a sequence; tokens attend to earlier ones of the same number in
         ``rows`` [t]."""
+        counts, named = rows.bincount().tolist(), self._names(weights)
         # Where positions begin anew, transformers masks earlier tokens.
-        positions = torch.cat([torch.arange(int(count)) for count in rows.bincount()])[None]
+        positions = torch.cat([torch.arange(count) for count in counts])[None]
         inputs = {"input_ids": torch.tensor(ids)[None], "position_ids": positions, "use_cache": False}
         if self._arch.model_type == "gpt_oss":  # which does not
             inputs["attention_mask"] = _masks(rows, self._arch.window or len(rows))
@@ -53,8 +54,10 @@ class HFModel:
             for module in self._model.modules():
                 if "Router" in type(module).__name__:
                     stack.enter_context(module.register_forward_hook(self._routed(routers)))
+                if "GatedDeltaNet" in type(module).__name__:
+                    stack.enter_context(_by_row(module, counts))
             stack.enter_context(self._wide)
-            logits: Tensor = functional_call(self._model, self._names(weights), (), inputs).logits[0]
+            logits: Tensor = functional_call(self._model, named, (), inputs).logits[0]
         return logits
 
     def _names(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -99,6 +102,22 @@ def _masks(rows: Tensor, window: int) -> dict[str, Tensor]:
         kind: torch.zeros(seen.shape).masked_fill(~mask, -torch.inf)[None, None]
         for kind, mask in kinds.items()
     }
+
+
+@contextmanager
+def _by_row(module: Any, counts: list[int]) -> Iterator[None]:
+    """Apply a module to each row of a sequence alone: transformers' gated delta nets ignore positions."""
+    whole = module.forward
+
+    def forward(hidden_states: Tensor, **options: Any) -> Tensor:
+        rows = torch.split(hidden_states, counts, 1)
+        return torch.cat([whole(row, **options | {"attention_mask": None}) for row in rows], 1)
+
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
 
 
 class _Wide(TorchFunctionMode):
@@ -157,6 +176,7 @@ def hf_config(arch: Architecture) -> dict[str, Any]:
         "embedding_multiplier": arch.embedding_scale, "residual_multiplier": arch.residual_scale,
         "logits_scaling": arch.logits_divisor,
     }
+    config |= _linear(arch)
     if (latent := arch.latent) is None:
         config["head_dim"] = arch.head_dim
     else:
@@ -181,3 +201,15 @@ def hf_config(arch: Architecture) -> dict[str, Any]:
         config["layer_types"] = [kinds[arch.layer_type(layer)] for layer in range(arch.num_layers)]
     # fmt: on
     return config
+
+
+def _linear(arch: Architecture) -> dict[str, Any]:
+    """Return the keys for layers with linear attention; empty without."""
+    if (linear := arch.linear) is None:
+        return {}
+    types = [f"{arch.layer_type(layer)}_attention" for layer in range(arch.num_layers)]
+    return {
+        "layer_types": types, "linear_num_key_heads": linear.key_heads,
+        "linear_num_value_heads": linear.value_heads, "linear_key_head_dim": linear.key_size,
+        "linear_value_head_dim": linear.value_size, "linear_conv_kernel_dim": linear.conv,
+    }  # fmt: skip

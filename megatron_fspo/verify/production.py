@@ -120,7 +120,8 @@ def score(
         sequence=policy.parallel.sequence,
         interleaved=policy.parallel.interleaved,
     )
-    if share and policy.backend.layers == "local" and layout.context_size == 1:
+    local = policy.backend.layers == "local" and layout.context_size == 1
+    if share and local and policy.arch.linear is None:
         layout = replace(layout, share_prompts=True)
     sequences = Sequences.of(
         prompts=[sample.prompt.token_ids for sample in samples],

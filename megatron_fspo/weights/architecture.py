@@ -77,6 +77,39 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinearAttention:
+    """Gated delta nets (arXiv 2412.06464): a value head writes into a state, which a key head addresses."""
+
+    key_heads: int
+    value_heads: int
+    """A multiple of ``key_heads``; neighbours share a key head."""
+    key_size: int
+    value_size: int
+    conv: int
+    """Tokens that the convolution of queries, keys and values sees."""
+
+    @property
+    def keys(self) -> int:
+        """Values of a token's keys, and of its queries."""
+        return self.key_heads * self.key_size
+
+    @property
+    def values(self) -> int:
+        """Values of a token's values, and of its gates."""
+        return self.value_heads * self.value_size
+
+    @property
+    def qkvz(self) -> int:
+        """Rows of the projections of queries, keys, values and gates."""
+        return 2 * (self.keys + self.values)
+
+    @property
+    def ba(self) -> int:
+        """Rows of the projections of the rates of writing and of decay."""
+        return 2 * self.value_heads
+
+
+@dataclass(frozen=True, kw_only=True)
 class Adapters:
     """Low-rank adapters of weight matrices: y = W x + scale · B A x."""
 
@@ -141,13 +174,21 @@ class Architecture:
     """In families with the choice: biases of query, key and value."""
     qk_norm: bool = False
     """In families with the choice: norms of the heads of query and key."""
+    output_gate: bool = False
+    """What attention returns is multiplied by gates, which the query projection computes, too: for each head
+    its query, then its gate."""
     latent: LatentAttention | None = None
+    linear: LinearAttention | None = None
+    """Attention of the linear layers."""
     experts: Experts | None = None
     adapters: Adapters | None = None
     """Adapters that are trained instead of the matrices."""
     max_position_embeddings: int
     unused_layers: int = 0
     """Layers in the files that predict further tokens (MTP); they are neither trained nor exported."""
+    prefix: str = "model."
+    """Of the text model's names in the files. With another one, the files have further tensors, such as those
+    of a vision tower; exports have them, too."""
     dtype: torch.dtype
     """The dtype in ``config.json``. Tensors in the files may have others: see ``Reader.dtype``."""
     fp8_block: tuple[int, int] | None = field(default=None, compare=False)
@@ -158,7 +199,7 @@ class Architecture:
         format of the files, unused layers and the longest sequence."""
         flat: dict[str, Any] = {}
         for name, value in vars(self).items():
-            if name not in ("dtype", "fp8_block", "max_position_embeddings", "unused_layers"):
+            if name not in (*("dtype", "fp8_block", "max_position_embeddings", "prefix", "unused_layers"),):
                 inner = vars(value) if is_dataclass(value) else {"": value}
                 flat |= {f"{name}.{key}".rstrip("."): value for key, value in inner.items()}
         result: dict[str, Any] = json.loads(json.dumps(flat))
@@ -182,8 +223,18 @@ class Architecture:
 
     @property
     def q_size(self) -> int:
-        """Rows of the query projection."""
+        """Values of a token's queries."""
         return self.num_heads * self.head_dim
+
+    @property
+    def q_rows(self) -> int:
+        """Rows of the query projection."""
+        return self.q_size * (1 + self.output_gate)
+
+    @property
+    def state_size(self) -> int:
+        """Values of a sequence's state in a linear layer; 0 without."""
+        return self.linear.values * self.linear.key_size if self.linear else 0
 
     @property
     def kv_size(self) -> int:
@@ -255,6 +306,11 @@ class Architecture:
         return sum(self.layer_type(layer) == kind for layer in range(self.num_layers))
 
     @property
+    def softmax_layers(self) -> int:
+        """Number of layers whose tokens attend to earlier ones."""
+        return self.num_layers - self.count("linear")
+
+    @property
     def uniform(self) -> bool:
         """All layers have the same parameters."""
         return self.dense_layers in (0, self.num_layers) and "linear" not in self.layer_types
@@ -268,9 +324,9 @@ class Architecture:
 
     @property
     def attention_size(self) -> int:
-        """Parameters in the matrices of one layer's attention."""
+        """Parameters in the matrices of one layer's softmax attention."""
         if self.latent is None:
-            return self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
+            return self.hidden_size * (self.q_rows + self.q_size + 2 * self.kv_size)
         query = self.q_rank * (self.hidden_size + self.q_size) or self.hidden_size * self.q_size
         pair = self.hidden_size * self.kv_down_size + self.kv_rank * self.kv_up_size
         return query + pair + self.hidden_size * self.value_size
@@ -283,7 +339,10 @@ class Architecture:
         if self.experts:
             active = self.experts.per_token * self.experts.ffn_size + self.experts.shared_ffn_size
             ffn += active * (self.num_layers - self.dense_layers)
-        return self.attention_size + round(3 * self.hidden_size * ffn / self.num_layers)
+        net = self.linear
+        linear = self.hidden_size * (net.qkvz + net.ba + net.values) if net else 0
+        attention = self.softmax_layers * self.attention_size + self.count("linear") * linear
+        return round((attention + 3 * self.hidden_size * ffn) / self.num_layers)
 
 
 def check_tensor_parallel(arch: Architecture, tp_size: int, padded_vocab: int | None = None) -> None:
@@ -293,6 +352,8 @@ def check_tensor_parallel(arch: Architecture, tp_size: int, padded_vocab: int | 
     counts = {"num_attention_heads": arch.num_heads, "num_key_value_heads": arch.num_kv_heads}
     if arch.dense_layers:  # tensor parallelism does not split experts
         counts["intermediate_size"] = arch.ffn_size
+    if arch.linear:
+        counts |= {"linear_num_key_heads": arch.linear.key_heads}
     if arch.shared_ffn_size:
         counts["the shared expert's intermediate size"] = arch.shared_ffn_size
     for key, count in counts.items():
@@ -319,7 +380,8 @@ def forward_flops(
 
         2 · layers · P · T  +  layers · (q_size + value_size) · T²  +  2 · vocabulary · hidden · L
 
-    The second term is causal attention: q·k and weights·v over T² / 2 pairs each, fewer with a window.
+    The second term is causal attention: q·k and weights·v over T² / 2 pairs each, fewer with a window. In a
+    linear layer it is 6 · ``state_size`` · T: a token reads the state twice and writes to it once.
     Norms, softmax and RoPE are omitted, as is usual. ``lengths`` has each L, by default that of the response.
     Neighbours with equal numbers in ``prompts`` share their prompt except its last token. All rows of a
     trajectory count as one sequence, an upper bound.
@@ -329,7 +391,9 @@ def forward_flops(
     def layers(tokens: int) -> int:
         seen = min(tokens, arch.window or tokens)
         pairs = arch.count("full") * tokens**2 + arch.count("window") * (2 * tokens - seen) * seen  # twice
-        return 2 * arch.num_layers * arch.layer_size * tokens + (arch.q_size + arch.value_size) * pairs
+        states = 6 * arch.count("linear") * arch.state_size * tokens
+        matrices = 2 * arch.num_layers * arch.layer_size * tokens
+        return matrices + (arch.q_size + arch.value_size) * pairs + states
 
     flops = 0
     for i, (prompt, response, length) in enumerate(

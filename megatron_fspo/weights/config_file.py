@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from megatron_fspo.errors import InputError
 
 _LARGEST = 1e12
+_COMMON = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+"""Keys that a multimodal model may have outside of its parts."""
 
 
 class ConfigFile:
@@ -25,6 +28,16 @@ class ConfigFile:
         if not isinstance(values, dict):
             raise InputError(f"{path} must be a JSON object")
         self.values: dict[str, Any] = values
+
+    def part(self, key: str) -> ConfigFile:
+        """Return one part of a multimodal model's config, with the common keys."""
+        own, part = self.required(key, dict), copy.copy(self)
+        common = {name: self.values[name] for name in _COMMON if self.optional(name) is not None}
+        for name, value in common.items():
+            if own.get(name) not in (None, value):
+                raise self.error(name, f"is {value!r:.50}, but in {key} {own[name]!r:.50}")
+        part.values = own | common
+        return part
 
     def error(self, key: str, problem: str) -> InputError:
         return InputError(f"{self.path}: {key} {problem}")

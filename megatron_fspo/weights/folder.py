@@ -100,9 +100,11 @@ def copy_side_files(source: Path, folder: Path, dtype: torch.dtype | None) -> No
     names = {"dtype", "torch_dtype"}
     if changed.pop("quantization_config", None) and not names & config.keys():
         changed["dtype"] = "bfloat16"  # gpt-oss's has none
+    if "text_config" in config:  # of a multimodal model
+        changed["text_config"] = dict(config["text_config"])
     if dtype is not None:
-        for key in names & changed.keys():
-            changed[key] = dtype_name(dtype)
+        for part in (changed, changed.get("text_config", {})):
+            part |= dict.fromkeys(names & part.keys(), dtype_name(dtype))
     if changed != config:
         text = json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")

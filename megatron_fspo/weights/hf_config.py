@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 
-from megatron_fspo.weights.architecture import Architecture, Experts, LatentAttention, LayerType
+from megatron_fspo.weights.architecture import (
+    Architecture,
+    Experts,
+    LatentAttention,
+    LayerType,
+    LinearAttention,
+)
 from megatron_fspo.weights.config_file import ConfigFile
 from megatron_fspo.weights.rope import (
     rope_divisor,
@@ -25,8 +31,14 @@ from megatron_fspo.weights.rope import (
 
 SUPPORTED = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "mistral", "phi3", "granite", "glm4", "qwen2_moe",
-    "glm4_moe", "deepseek_v3", "gemma3_text", "olmo2", "olmo3", "gpt_oss",
+    "glm4_moe", "deepseek_v3", "gemma3_text", "olmo2", "olmo3", "gpt_oss", "qwen3_next", "qwen3_5_text",
+    "qwen3_5_moe_text",
 )  # fmt: skip
+MULTIMODAL = {
+    "qwen3_5": ("qwen3_5_text", "model.language_model."),
+    "qwen3_5_moe": ("qwen3_5_moe_text", "model.language_model."),
+}
+"""Multimodal model → the family of its text model, ``text_config``, and the prefix of that's names."""
 NEUTRAL_KEYS = frozenset(
     "_name_or_path architectures attention_dropout bos_token_id chunk_size_feed_forward embd_pdrop"
     " eos_token_id experts_per_token id2label initial_context_length initializer_range is_encoder_decoder"
@@ -43,12 +55,14 @@ _GLM = ("glm4", "glm4_moe")
 _LAYER_TYPES: dict[str, LayerType] = {
     "full_attention": "full", "sliding_attention": "window", "linear_attention": "linear"
 }  # fmt: skip
-_MIXED: dict[str, tuple[str, ...]] = dict.fromkeys(
-    ("gemma3_text", "olmo3", "gpt_oss"), ("sliding_attention", "full_attention")
-)
+_HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_MIXED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gemma3_text", "olmo3", "gpt_oss"), ("sliding_attention", "full_attention")),
+    **dict.fromkeys(_HYBRID, ("linear_attention", "full_attention")),
+}
 """Family whose layers differ → the layers that it may have."""
-_PATTERNS = {"gemma3_text": 6, "olmo3": 4, "gpt_oss": 2}
-"""Family → every how many layers one has no window, without the key ``layer_types``."""
+_PATTERNS = {"gemma3_text": 6, "olmo3": 4, "gpt_oss": 2, **dict.fromkeys(_HYBRID, 4)}
+"""Family → every how many layers one has full attention, without the key ``layer_types``."""
 _GEMMA = {
     "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6,
@@ -66,11 +80,15 @@ _GRANITE = {
 def read_architecture(checkpoint_dir: str | Path) -> Architecture:
     """Read the architecture of a checkpoint folder; raises ``InputError`` if the model is not supported."""
     config = ConfigFile(Path(checkpoint_dir) / "config.json")
-    family = config.required("model_type", str)
+    family, prefix = config.required("model_type", str), "model."
+    if family in MULTIMODAL:
+        config = config.part("text_config")
+        family, prefix = MULTIMODAL[family]
     family = "deepseek_v3" if family == "kimi_k2" else family  # the same model with more experts
     if family not in SUPPORTED:
+        legal = ", ".join((*SUPPORTED, *MULTIMODAL))
         raise config.error(
-            "model_type", f"is {family!r}; supported: {', '.join(SUPPORTED)}; docs/adding_a_model.md adds one"
+            "model_type", f"is {family!r}; supported: {legal}; docs/adding_a_model.md adds one"
         )
     gemma = family == "gemma3_text"
     for key, value in _GEMMA.items() if gemma else ():
@@ -88,7 +106,7 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
         num_heads=config.size("num_attention_heads"),
         num_kv_heads=config.size("num_attention_heads" if latent else "num_key_value_heads"),
         head_dim=_head_dim(config, latent),
-        ffn_size=config.size("intermediate_size"),
+        ffn_size=0 if family == "qwen3_5_moe_text" else config.size("intermediate_size"),
         vocab_size=config.size("vocab_size"),
         tied=config.required("tie_word_embeddings", bool),
         rms_norm_eps=config.positive("rms_norm_eps", config.optional("rms_norm_eps")),
@@ -101,8 +119,11 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
         rotary_interleaved=family == "glm4",
         window=config.size("sliding_window") if _has_window(config, family) else None,
         layer_types=_layer_types(config, family),
-        zero_centered_norms=gemma,
+        zero_centered_norms=gemma or family in _HYBRID,
         gelu=gemma,
+        output_gate=family in _HYBRID,
+        linear=_linear(config) if family in _HYBRID else None,
+        prefix=prefix,
         **factors,
         qkv_bias=(family in _GLM and config.optional("attention_bias") is True)
         or (family == "qwen2_moe" and config.optional("qkv_bias") is not False),
@@ -154,6 +175,8 @@ def _refuse_unsupported(config: ConfigFile, family: str) -> None:
     for key, only in (("attention_bias", True), ("swiglu_alpha", 1.702)) if family == "gpt_oss" else ():
         if config.optional(key) not in (None, only):
             raise config.error(key, f"is {config.values[key]!r:.50}; only {only} is supported")
+    if config.optional("attn_output_gate") is False:
+        raise config.error("attn_output_gate", "is false; only gated attention is supported")
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if config.optional(key):
             raise config.error(key, f"is {config.values[key]!r:.50}, which is not supported")
@@ -167,8 +190,11 @@ def _layer_types(config: ConfigFile, family: str) -> tuple[LayerType, ...]:
     """Read what each layer attends to; empty where all are alike."""
     if config.optional("layer_types") is None:
         every, layers = _PATTERNS.get(family, 0), range(1, config.size("num_hidden_layers") + 1)
-        every = config.size("sliding_window_pattern") if family == "gemma3_text" else every
-        return tuple("window" if layer % every else "full" for layer in layers if every)
+        key = "full_attention_interval" if family in _HYBRID else "sliding_window_pattern"
+        if family in _PATTERNS and config.values.get(key) is not None and family != "olmo3":
+            every = config.size(key)
+        local: LayerType = "linear" if family in _HYBRID else "window"
+        return tuple(local if layer % every else "full" for layer in layers if every)
     whole = "sliding_attention" if family not in _MIXED and _has_window(config, family) else "full_attention"
     legal = _MIXED.get(family, (whole,))
     kinds = config.required("layer_types", list)
@@ -183,9 +209,10 @@ def _layer_types(config: ConfigFile, family: str) -> tuple[LayerType, ...]:
 
 def _has_window(config: ConfigFile, family: str) -> bool:
     """Return True if tokens attend to a window. Other families have the key without using it."""
+    given = config.optional("sliding_window") is not None
     if family in _MIXED:
         return "window" in _layer_types(config, family)
-    return config.optional("sliding_window") is not None and family in _WITH_WINDOW
+    return given and family in _WITH_WINDOW
 
 
 def _head_dim(config: ConfigFile, latent: LatentAttention | None) -> int:
@@ -225,8 +252,23 @@ def _latent(config: ConfigFile) -> LatentAttention:
     )
 
 
+def _linear(config: ConfigFile) -> LinearAttention:
+    linear = LinearAttention(
+        key_heads=config.size("linear_num_key_heads"),
+        value_heads=config.size("linear_num_value_heads"),
+        key_size=config.size("linear_key_head_dim"),
+        value_size=config.size("linear_value_head_dim"),
+        conv=config.size("linear_conv_kernel_dim"),
+    )
+    if linear.value_heads % linear.key_heads:
+        problem = f"is {linear.value_heads}, not a multiple of linear_num_key_heads {linear.key_heads}"
+        raise config.error("linear_num_value_heads", problem)
+    return linear
+
+
 def _experts(config: ConfigFile, family: str) -> Experts | None:
-    if family not in ("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3", "gpt_oss"):
+    gated = family in ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")  # the shared expert
+    if not gated and family not in ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss"):
         return None
     if config.optional("decoder_sparse_step") not in (None, 1) or config.optional("mlp_only_layers"):
         raise config.error("mlp_only_layers", "or decoder_sparse_step: all layers must have experts")
@@ -234,12 +276,15 @@ def _experts(config: ConfigFile, family: str) -> Experts | None:
     # Mixtral and transformers 5 write num_local_experts; Qwen3-MoE's files on the Hub have num_experts.
     keys = ("n_routed_experts", "num_experts", "num_local_experts")
     only, sigmoid = family in ("mixtral", "gpt_oss"), family in ("glm4_moe", "deepseek_v3")
+    always = only or family == "qwen3_5_moe_text"
+    if always and config.optional("norm_topk_prob") is False:
+        raise config.error("norm_topk_prob", f"is false; {family} models normalise")
     experts = Experts(
         count=config.size(next((key for key in keys if key in config.values), keys[-1])),
         per_token=config.size("num_experts_per_tok"),
         ffn_size=config.size("intermediate_size" if only else "moe_intermediate_size"),
-        normalize_top_k=only or config.required("norm_topk_prob", bool),
-        shared_ffn_size=config.size("shared_expert_intermediate_size") if family == "qwen2_moe" else 0,
+        normalize_top_k=always or config.required("norm_topk_prob", bool),
+        shared_ffn_size=config.size("shared_expert_intermediate_size") if gated else 0,
         clamp=config.positive("swiglu_limit", config.values.get("swiglu_limit", 7.0)) if oss else None,
     )
     if experts.per_token > experts.count:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ _SCALE = "_scale_inv"
 _MXFP4 = "MXFP4"
 _FP4 = torch.tensor([sign * x for sign in (1, -1) for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
 """Values of the 16 codes."""
+_STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class _Entry:
     shape: tuple[int, ...]
     dtype: str
     """The name in safetensors, such as ``BF16``."""
+    stacked: tuple[str, int, int] | None = None
+    """Of an expert's matrix in a tensor of all: that's name, the expert, and the first row."""
 
 
 class HFReader:
@@ -40,7 +44,9 @@ class HFReader:
 
     FP8 weights (DeepSeek's format, which Qwen3 uses too) are read in the config's dtype: each value times the
     scale of its ``weight_block_size`` block in ``*_scale_inv``. So are experts in MXFP4 (gpt-oss):
-    ``*_blocks`` has 32 values in 16 bytes, ``*_scales`` the exponent of their common factor.
+    ``*_blocks`` has 32 values in 16 bytes, ``*_scales`` the exponent of their common factor. Experts that are
+    stacked in one tensor of a layer (Qwen3.5) are read one by one, under the names that other families' files
+    have.
 
     Raises:
         InputError: files or index are inconsistent or damaged.
@@ -62,6 +68,7 @@ class HFReader:
                 raise InputError(f"{index}: {file} does not contain {name}")
         if unlisted := self._entries.keys() - weight_map.keys() if weight_map else ():
             raise InputError(f"{index} does not list {min(unlisted)} in {self.file(min(unlisted))}")
+        self._entries = dict(self._unstacked())
         self._scales = self._pair_scales()
         self._packed = dict(self._pair_blocks())
         if self._packed:
@@ -81,6 +88,21 @@ class HFReader:
                     self._entries[name] = _Entry(path, tuple(tensor.get_shape()), tensor.get_dtype())
         except SafetensorError as error:
             raise InputError(f"{path} is truncated or not a safetensors file: {error}") from error
+
+    def _unstacked(self) -> Iterator[tuple[str, _Entry]]:
+        """Yield the tensors, and the matrices of stacked experts in their place."""
+        for name, entry in self._entries.items():
+            match = _STACKED.fullmatch(name)
+            if match is None or len(entry.shape) != 3 or f"{name}_bias" in self._entries:
+                yield name, entry
+                continue
+            parts = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
+            count, rows, columns = entry.shape
+            rows //= len(parts)
+            for expert in range(count):
+                for number, part in enumerate(parts):
+                    one = replace(entry, shape=(rows, columns), stacked=(name, expert, number * rows))
+                    yield f"{match[1]}.{expert}.{part}.weight", one
 
     def _pair_scales(self) -> dict[str, _Entry]:
         """Remove the scales of FP8 weights from the entries, and return them by the weight's name."""
@@ -174,7 +196,13 @@ class HFReader:
         if self._opened != entry.path or self._mapped > BLOCK_BYTES:
             self._handle: Any = safe_open(entry.path, framework="pt")
             self._opened, self._mapped = entry.path, 0
-        tensor: Tensor = self._handle.get_slice(name)[... if slices is None else slices]
+        at: Any = ... if slices is None else slices
+        if entry.stacked is not None:
+            name, expert, first = entry.stacked
+            rows, columns = slices or (slice(None), slice(None))
+            start, stop, _ = rows.indices(entry.shape[0])
+            at = (expert, slice(first + start, first + stop), columns)
+        tensor: Tensor = self._handle.get_slice(name)[at]
         self._mapped += tensor.nbytes
         return tensor
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,10 +19,10 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.weights.folder import copy_side_files, new_checkpoint
 from megatron_fspo.weights.hf_config import read_architecture
 from megatron_fspo.weights.hf_reader import INDEX, SINGLE
-from megatron_fspo.weights.load import open_checkpoint
+from megatron_fspo.weights.load import is_megatron, open_checkpoint
 from megatron_fspo.weights.manifest import Manifest, TensorRecord, check_record
 from megatron_fspo.weights.reader import check_finite, dtype_name
-from megatron_fspo.weights.table import expected_hf_shapes
+from megatron_fspo.weights.table import expected_hf_shapes, is_passed
 
 Shape = tuple[int, ...]
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -45,7 +46,7 @@ def write_hf_checkpoint(
         out_dir: the new checkpoint.
         tensors: exactly those that the config requires, in any order; each whole, or as consecutive blocks of
             rows (dimension 0) under one name.
-        source_dir: the checkpoint that the model came from.
+        source_dir: the checkpoint that the model came from. A multimodal model's other tensors are copied.
         dtype: of all tensors, also written to the config. None: each tensor has its dtype in ``source_dir``.
         max_shard_bytes: largest size of a file; a file with a single tensor may exceed it.
         layout: parallel sizes of the exported model, for the manifest.
@@ -59,18 +60,25 @@ def write_hf_checkpoint(
     shapes = expected_hf_shapes(arch)
     if dtype is not None and dtype not in _NAMES:
         raise InputError(f"dtype is {dtype_name(dtype)!r}; only plain floats can be written")
-    if dtype is None:
+    passed: list[str] = []
+    if dtype is None or arch.prefix != "model.":
         reader = open_checkpoint(source, arch)
+        passed = [name for name in sorted(reader.names()) if is_passed(name, arch)]
+    if arch.prefix != "model." and is_megatron(source):
+        raise InputError(f"{source} has only the text part of the model in its config.json")
+    if dtype is None:
         dtypes = {name: reader.dtype(name) for name in shapes}
     else:
         dtypes = dict.fromkeys(shapes, dtype)
+    shapes |= {name: reader.shape(name) for name in passed}
+    dtypes |= {name: reader.dtype(name) for name in passed}
     total = sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in shapes.items())
     with new_checkpoint(out_dir, source, total) as folder:
         copy_side_files(source, folder, dtype)
         read_architecture(folder)  # the written config must be readable
         files = _plan(shapes, dtypes, max_shard_bytes)
         with _Files(folder, files, recorded or {}) as written:
-            for name, block in tensors:
+            for name, block in chain(tensors, ((name, reader.read(name)) for name in passed)):
                 written.write(name, block)
             records = written.finish()
         if len(files) > 1:

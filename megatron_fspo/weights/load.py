@@ -20,7 +20,7 @@ from megatron_fspo.weights.megatron_reader import MegatronReader, data_folder
 from megatron_fspo.weights.reader import Reader, Slices, check_finite, row_blocks
 from megatron_fspo.weights.row import from_megatron_shards, shard_shape, shard_slices, to_megatron_shard
 from megatron_fspo.weights.safe_pickle import METADATA
-from megatron_fspo.weights.table import expected_hf_shapes, is_unused, resolve, tied_copies
+from megatron_fspo.weights.table import expected_hf_shapes, is_passed, is_unused, resolve, tied_copies
 
 logger = logging.getLogger(__name__)
 Stacks = dict[str, tuple[set[int], Tensor]]
@@ -45,7 +45,7 @@ def check_checkpoint(reader: Reader, arch: Architecture) -> None:
         others = f" (and {len(missing) - 1} others)" if len(missing) > 1 else ""
         raise InputError(f"{reader.folder} has no tensor {min(missing)}{others}, which config.json requires")
     expected |= {copy: expected[original] for copy, original in copies.items()}
-    unused = {name for name in reader.names() if is_unused(name, arch)}
+    unused = {name for name in reader.names() if is_unused(name, arch) or is_passed(name, arch)}
     for name in sorted(reader.names() - unused):
         file = reader.file(name)
         if name not in expected:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_fspo.errors import InputError
 from megatron_fspo.weights.architecture import Architecture
 from megatron_fspo.weights.chunks import ChunkWriter, write_index
 from megatron_fspo.weights.folder import copy_side_files, new_checkpoint
@@ -20,7 +21,7 @@ from megatron_fspo.weights.manifest import Manifest, TensorRecord, check_record,
 from megatron_fspo.weights.megatron_reader import SUBFOLDER
 from megatron_fspo.weights.reader import Reader, check_finite, size_in_bytes
 from megatron_fspo.weights.row import Row, shard_shape, shard_slices, to_megatron_shard
-from megatron_fspo.weights.table import expected_hf_shapes, whole_model
+from megatron_fspo.weights.table import expected_hf_shapes, is_passed, whole_model
 
 
 def write_megatron_checkpoint(
@@ -40,6 +41,9 @@ def write_megatron_checkpoint(
         InputError: a tensor is missing, unexpected, mis-shaped, not finite, or unlike the source's manifest.
     """
     check_checkpoint(reader, arch)
+    if others := [name for name in reader.names() if is_passed(name, arch)]:
+        problem = f"has {min(others)}, which a Megatron checkpoint cannot hold: train from this folder itself"
+        raise InputError(f"{reader.folder} {problem}")
     check_tied_copies(reader, arch)
     model = list(whole_model(arch))
     needed = size_in_bytes(reader, expected_hf_shapes(arch))
@@ -121,7 +125,7 @@ def _add_extra_states(writer: ChunkWriter, arch: Architecture, model: list[tuple
         key, offsets, whole = row.stored(arch, layer, expert)
         where = ".".join(map(str, offsets or (0,))) + "_" + ".".join(map(str, whole or (1,)))
         modules = [key.rpartition(".")[0]]
-        if row.layout == "qkv":
+        if "linear_qkv.weight" in key:
             modules.append(key.replace("linear_qkv.weight", "core_attention"))
         for module in modules:
             writer.add_object(f"{module}._extra_state/shard_{where}", [None])

@@ -18,7 +18,10 @@ _SCALED = {"deepseek_v3": "yarn", "olmo2": "llama3", "olmo3": "yarn", "gemma3_te
 _THETAS = {"gemma3_text": (1e6, 1e4), "olmo3": (5e5, 5e5)}
 """Family whose layers with a window have a RoPE of their own → base of the other layers, and of these,
 without a key."""
-_PARTIAL = {"glm4": 0.5, "glm4_moe": 0.5, "phi3": 1.0}
+_PARTIAL = {
+    "glm4": 0.5, "glm4_moe": 0.5, "phi3": 1.0, "qwen3_next": 0.25, "qwen3_5_text": 0.25,
+    "qwen3_5_moe_text": 0.25,
+}  # fmt: skip
 """Family that may rotate a share of a head → the share without the key."""
 
 

@@ -9,7 +9,7 @@ Layouts, with tp the tensor-parallel size:
 replicated the same on every rank
 row        dimension 1 in tp equal parts
 column     dimension 0 in tp equal parts
-qkv        query groups in tp equal parts; in each group the query heads, the key head, the value head
+qkv        groups of heads in tp equal parts; in each group the rows of the first tensor, the second, …
 gate_up    on each rank: its part of gate, then its part of up
 vocab      dimension 0 in tp equal parts, after padding with zero rows to Megatron's vocabulary
 transposed on every rank, with rows and columns exchanged (of experts only)
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -37,7 +38,8 @@ ShardLayout = Literal["replicated", "row", "column", "qkv", "gate_up", "vocab", 
 Size = Literal[
     "vocab_size", "hidden_size", "q_size", "kv_size", "head_dim", "value_size", "ffn_size", "num_experts",
     "expert_ffn_size", "expert_gate_up_size", "shared_ffn_size", "q_rank", "kv_rank", "kv_down_size",
-    "kv_up_size", "num_heads", "one", "lora_rank",
+    "kv_up_size", "num_heads", "one", "lora_rank", "q_rows", "linear.keys", "linear.values",
+    "linear.value_heads", "linear.value_size", "linear.conv", "linear.qkvz", "linear.ba",
 ]  # fmt: skip
 
 
@@ -52,7 +54,7 @@ class HFTensor:
     sizes: tuple[Size, ...]
 
     def shape(self, arch: Architecture) -> tuple[int, ...]:
-        return tuple(getattr(arch, size) for size in self.sizes)
+        return tuple(attrgetter(size)(arch) for size in self.sizes)
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,10 @@ class Row:
         if self.layers in ("softmax", "linear"):
             return (self.layers == "linear") == (arch.layer_type(layer) == "linear")
         return self.layers == "all" or (self.layers == "dense") == (layer < arch.dense_layers)
+
+    def groups(self, arch: Architecture) -> int:
+        """Return the number of groups of heads in the layout qkv: those that share a key head."""
+        return arch.linear.key_heads if self.layers == "linear" and arch.linear else arch.num_kv_heads
 
     def files(self, arch: Architecture) -> dict[str, tuple[int, ...]]:
         """Return name → shape of its tensors in the files."""
@@ -146,7 +152,7 @@ def shard_shape(row: Row, arch: Architecture, tp_size: int, padded_vocab: int) -
 def shard_slices(row: Row, arch: Architecture, tp_rank: int, tp_size: int, padded_vocab: int) -> list[Slices]:
     """Return the part of each Hugging Face tensor of ``row`` that one rank holds.
 
-    Heads of a query group are adjacent in ``q_proj``, so a range of query groups is a range of rows.
+    Heads of a group are adjacent in each tensor, so a range of groups is a range of rows.
     """
     check_tensor_parallel(arch, tp_size, padded_vocab)
     parts = []
@@ -177,7 +183,7 @@ def to_megatron_shard(
         case "gate_up":
             shard = torch.cat(list(parts))
         case "qkv":
-            groups = parts[1].shape[0] // arch.head_dim
+            groups = row.groups(arch) * shape[0] // sum(tensor.shape(arch)[0] for tensor in row.hf)
             shard = torch.cat([part.view(groups, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
         case "transposed":
             shard = parts[0].transpose(0, -1)
@@ -232,12 +238,14 @@ def _joined(row: Row, shards: Sequence[Tensor], arch: Architecture) -> list[Tens
             halves = [shard.chunk(2) for shard in shards]
             return _merged(row, [torch.cat(half) for half in zip(*halves, strict=True)])
         case "qkv":
-            group = [arch.q_size // arch.num_kv_heads, arch.head_dim, arch.head_dim]
+            group = [tensor.shape(arch)[0] // row.groups(arch) for tensor in row.hf]
             groups = torch.cat([shard.view(-1, sum(group), *shard.shape[1:]) for shard in shards])
             return _merged(row, [part.flatten(0, 1) for part in torch.split(groups, group, dim=1)])
 
 
 def _merged(row: Row, values: Sequence[Tensor]) -> list[Tensor]:
     """Join the tensors of ``row`` that are one in the files."""
-    names = [tensor.name for tensor in row.hf]
-    return [*values] if len({*names}) == len(names) else [torch.cat(list(values))]
+    joined: dict[str, list[Tensor]] = {}
+    for tensor, value in zip(row.hf, values, strict=True):
+        joined.setdefault(tensor.name, []).append(value)
+    return [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in joined.values()]

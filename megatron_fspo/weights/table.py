@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -37,17 +38,17 @@ _ENDS = (
 )
 
 
-def _before(linear: str, norm: str = "input_layernorm") -> Row:
+def _before(linear: str, norm: str = "input_layernorm", **options: Any) -> Row:
     """The norm before attention, whose first product is ``linear``."""
     return _row("replicated", f"{_M}input_layernorm.weight | {_M}self_attention.{linear}.layer_norm_weight",
-                _hf(f"{_H}{norm}.weight", "hidden_size"))
+                _hf(f"{_H}{norm}.weight", "hidden_size"), **options)
 
 
 def _qkv(kind: str, *inputs: Size, fused: bool = False, **options: Any) -> Row:
     """Projections of query, key and value: three tensors, or one."""
     q, k, v = ["qkv_proj"] * 3 if fused else ["q_proj", "k_proj", "v_proj"]
     return _row("qkv", f"{_M}self_attention.linear_qkv.{kind}",
-                _hf(f"{_H}self_attn.{q}.{kind}", "q_size", *inputs),
+                _hf(f"{_H}self_attn.{q}.{kind}", "q_rows", *inputs),
                 _hf(f"{_H}self_attn.{k}.{kind}", "kv_size", *inputs),
                 _hf(f"{_H}self_attn.{v}.{kind}", "kv_size", *inputs), **options)
 
@@ -174,6 +175,40 @@ def _fused_experts() -> tuple[Row, ...]:
     )
 
 
+_GATED_SHARED = (
+    *_shared("shared_expert"),
+    _row("replicated", f"{_M}mlp.shared_experts.gate_weight",
+         _hf(f"{_H}mlp.shared_expert_gate.weight", "one", "hidden_size")),
+)
+_A, _L = f"{_M}self_attention.", f"{_H}linear_attn."
+_MIXED: tuple[Size, Size, Size] = ("linear.keys", "linear.keys", "linear.values")
+_HYBRID = (
+    *_ENDS,
+    *(replace(row, layers="softmax")
+      for row in (_before("linear_qkv"), _qkv("weight", "hidden_size"), *_QK_NORM, _OUT)),
+    *(replace(row, layers="linear") for row in (
+        _before("in_proj"),
+        _row("qkv", f"{_A}conv_weight",
+             *(_hf(f"{_L}conv1d.weight", size, "one", "linear.conv") for size in _MIXED)),
+        *(_row("column", f"{_A}{name}", _hf(f"{_L}{name}", "linear.value_heads"))
+          for name in ("A_log", "dt_bias")),
+        _row("replicated", f"{_A}out_norm.weight", _hf(f"{_L}norm.weight", "linear.value_size")),
+        _row("row", f"{_A}out_proj.weight", _hf(f"{_L}out_proj.weight", "hidden_size", "linear.values")),
+    )),
+)
+
+
+def _in_proj(*parts: tuple[str, Size]) -> Row:
+    """The projections of a gated delta net."""
+    return _row("qkv", f"{_A}in_proj.weight",
+                *(_hf(f"{_L}in_proj_{name}.weight", size, "hidden_size") for name, size in parts),
+                layers="linear")
+
+
+_IN_PROJ = _in_proj(*(("qkv", size) for size in _MIXED), ("z", "linear.values"),
+                    ("b", "linear.value_heads"), ("a", "linear.value_heads"))
+
+
 def _adapter(linear: str, target: str, hf: str, outputs: Size, inputs: Size) -> tuple[Row, Row]:
     """Return A and B of a target in a linear layer, with PEFT's tensor names without its prefix."""
     name, column = f"{_M}{linear}.adapters.{target}", linear.endswith(("qkv", "fc1"))
@@ -185,7 +220,7 @@ def _adapter(linear: str, target: str, hf: str, outputs: Size, inputs: Size) -> 
 
 
 _ADAPTERS = {
-    "q": _adapter("self_attention.linear_qkv", "q", "self_attn.q_proj", "q_size", "hidden_size"),
+    "q": _adapter("self_attention.linear_qkv", "q", "self_attn.q_proj", "q_rows", "hidden_size"),
     "k": _adapter("self_attention.linear_qkv", "k", "self_attn.k_proj", "kv_size", "hidden_size"),
     "v": _adapter("self_attention.linear_qkv", "v", "self_attn.v_proj", "kv_size", "hidden_size"),
     "o": _adapter("self_attention.linear_proj", "o", "self_attn.o_proj", "hidden_size", "value_size"),
@@ -219,9 +254,7 @@ TABLES: Mapping[str, tuple[Row, ...]] = MappingProxyType(
         "qwen3_moe": (*_ATTENTION, *_QK_NORM, *_moe("mlp")),
         "mixtral": (*_ATTENTION, *_moe("block_sparse_moe", ("w1", "w3", "w2"))),
         "qwen2_moe": (
-            *_ATTENTION, _OPTIONAL_BIAS, *_moe("mlp"), *_shared("shared_expert"),
-            _row("replicated", f"{_M}mlp.shared_experts.gate_weight",
-                 _hf(f"{_H}mlp.shared_expert_gate.weight", "one", "hidden_size")),
+            *_ATTENTION, _OPTIONAL_BIAS, *_moe("mlp"), *_GATED_SHARED,
         ),
         "glm4_moe": (
             *_ATTENTION, _OPTIONAL_BIAS, *_OPTIONAL_QK_NORM, *_mlp(), *_moe("mlp"),
@@ -236,24 +269,41 @@ TABLES: Mapping[str, tuple[Row, ...]] = MappingProxyType(
                  _hf(f"{_H}self_attn.sinks", "num_heads")),
             *_fused_experts(),
         ),
+        # Its two tensors have the groups of heads that the others' six are sorted into.
+        "qwen3_next": (
+            *_HYBRID, _in_proj(("qkvz", "linear.qkvz"), ("ba", "linear.ba")), *_moe("mlp"), *_GATED_SHARED
+        ),
+        "qwen3_5_text": (*_HYBRID, _IN_PROJ, *_mlp()),
+        "qwen3_5_moe_text": (*_HYBRID, _IN_PROJ, *_moe("mlp"), *_GATED_SHARED),
     }
 )
 # fmt: on
 
 
+@lru_cache(maxsize=64)
 def rows(arch: Architecture) -> tuple[Row, ...]:
     """Return the architecture's table with its output layer."""
     table = (row for row in TABLES[arch.model_type] if row.when(arch))
-    return (*table, _TIED_OUTPUT if arch.tied else _UNTIED_OUTPUT)
+    return _prefixed(arch, (*table, _TIED_OUTPUT if arch.tied else _UNTIED_OUTPUT))
+
+
+def _prefixed(arch: Architecture, table: Iterable[Row]) -> tuple[Row, ...]:
+    """Return rows with the names that the text model's tensors have in the files."""
+    if arch.prefix == "model.":
+        return tuple(table)
+    return tuple(
+        replace(row, hf=tuple(replace(t, name=re.sub(r"^model\.", arch.prefix, t.name)) for t in row.hf))
+        for row in table
+    )
 
 
 def adapter_targets(arch: Architecture) -> tuple[str, ...]:
-    """Return the targets whose matrix is a tensor of its own in the files, in every layer. PEFT's names for
-    fused matrices, and for those of latent attention, are others."""
+    """Return the targets whose matrix is a tensor of its own in the files, in every layer or in all with
+    softmax attention. PEFT's names for fused matrices, and for those of latent attention, are others."""
     matrices = {
         (row.megatron[0], tensor.name)
-        for row in rows(arch)
-        if all(row.is_in(arch, layer) for layer in range(arch.num_layers))
+        for row in rows(replace(arch, prefix="model."))
+        if row.layers == "softmax" or all(row.is_in(arch, layer) for layer in range(arch.num_layers))
         for tensor in row.hf
     }
     adapted = {
@@ -265,9 +315,11 @@ def adapter_targets(arch: Architecture) -> tuple[str, ...]:
 
 def adapter_rows(arch: Architecture) -> tuple[Row, ...]:
     """Return A and B of every target; checkpoints of the model itself do not have them."""
-    return tuple(
-        row for target in (arch.adapters.targets if arch.adapters else ()) for row in _ADAPTERS[target]
-    )
+    targets = arch.adapters.targets if arch.adapters else ()
+    table = (row for target in targets for row in _ADAPTERS[target])
+    if arch.linear is not None:
+        table = (replace(row, layers="softmax") if ".self_attn." in row.hf[0].name else row for row in table)
+    return _prefixed(arch, table)
 
 
 def adapter_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
@@ -276,6 +328,7 @@ def adapter_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
         row.at(layer).hf[0].name: row.hf[0].shape(arch)
         for layer in range(arch.num_layers)
         for row in adapter_rows(arch)
+        if row.is_in(arch, layer)
     }
 
 
@@ -334,10 +387,18 @@ def whole_model(arch: Architecture) -> Iterator[tuple[Row, int, int]]:
 
 def is_unused(name: str, arch: Architecture) -> bool:
     """Return True if a tensor of the files belongs to a layer that predicts further tokens (MTP)."""
+    if arch.linear is not None and name.startswith("mtp."):
+        return True
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return layer is not None and 0 <= int(layer[1]) - arch.num_layers < arch.unused_layers
 
 
+def is_passed(name: str, arch: Architecture) -> bool:
+    """Return True if a tensor of the files is not the text model's, and exports have it as it is."""
+    text = (arch.prefix, _HEAD.name, "mtp.")
+    return arch.prefix != "model." and not name.startswith(text)
+
+
 def tied_copies(arch: Architecture) -> dict[str, str]:
     """Duplicates that a tied checkpoint may contain (Qwen3-0.6B does) → the tensor that they must equal."""
-    return {_HEAD.name: _EMBED.name} if arch.tied else {}
+    return {_HEAD.name: f"{arch.prefix}embed_tokens.weight"} if arch.tied else {}

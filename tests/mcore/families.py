@@ -9,20 +9,20 @@ from torch import Tensor
 
 from backend import ENGINE, fitting, supported
 from megatron_fspo.config import Parallel
-from tiny_families import VOCAB, biases, config
+from tiny_families import LINEAR, VOCAB, biases, config
 
 DENSE = (
     *("llama", "qwen2", "qwen3", "qwen3_yarn", "mistral", "phi3", "granite", "glm4"),
-    *("gemma3_text", "olmo2", "olmo3"),
+    *("gemma3_text", "olmo2", "olmo3", "qwen3_5_text"),
 )
 EXPERTS = (
     *("qwen3_moe", "moe_raw", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight"),
-    "gpt_oss",
+    *("gpt_oss", "qwen3_next", "qwen3_5_moe_text"),
 )
 FAMILIES = (*DENSE, *EXPERTS)
 FEWER = (
     *("mistral", "phi3", "granite", "qwen2_moe", "glm4_moe", "moonlight", "gemma3_text", "olmo2"),
-    "qwen3_yarn",
+    *("qwen3_yarn", "qwen3_next"),
 )
 
 # World size → name → layout; `fits` says which families.
@@ -78,6 +78,8 @@ def fits(family: str, parallel: Parallel) -> bool:
     )
     if further and family in FEWER:
         return False
+    if family in LINEAR and parallel.context > 1:
+        return False
     if family in DENSE:
         return parallel.expert == 1
     return parallel.tensor == 1 or parallel.sequence
@@ -103,6 +105,10 @@ def write_checkpoint(family: str, folder: Path) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
             if parameter.dim() == 1 and family != "gemma3_text":  # whose norms multiply by 1 + weight
                 parameter.add_(1.0)
+        for name, parameter in model.named_parameters() if family in LINEAR else ():
+            if parameter.dim() == 1 and not name.endswith("linear_attn.norm.weight"):
+                # Zero-centred norms, and states that last.
+                parameter.sub_(3.0 if name.endswith(("A_log", "dt_bias")) else 1.0)
     model.float().save_pretrained(folder)
 
 

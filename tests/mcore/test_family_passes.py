@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 WORKER = Path(__file__).with_name("family_worker.py")
 SIGMOID = {"glm4_moe", "deepseek_v3", "moonlight"}
-MIXTURES = SIGMOID | {"qwen2_moe", "gpt_oss"}
+MIXTURES = SIGMOID | {"qwen2_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"}
 
 
 @pytest.fixture(scope="module")

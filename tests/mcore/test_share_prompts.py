@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from launch import run_worker
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.machine.sizes import shares_prompts
+from megatron_fspo.verify.cases import SMALL
+from megatron_fspo.weights.architecture import LinearAttention
 
 
 @pytest.mark.slow
@@ -29,14 +32,22 @@ def test_routers_and_sums_do_not_know_of_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "named"),
-    [({}, ""), ({"parallel": {"context": 2}}, "parallel.context"), ({"moe": {"z_loss_coef": 0.1}}, "moe")],
+    [
+        ({}, ""),
+        ({"parallel": {"context": 2}}, "parallel.context"),
+        ({"moe": {"z_loss_coef": 0.1}}, "moe"),
+        ({}, "linear attention"),
+    ],
 )
 def test_on_is_refused_where_it_cannot_be(words: dict[str, Any], named: str) -> None:
+    linear = LinearAttention(key_heads=1, value_heads=1, key_size=4, value_size=4, conv=4)
+    arch = replace(SMALL, linear=linear) if named == "linear attention" else SMALL
+
     def resolved(key: str, layers: str = "local") -> bool:
         run = {"run": {"steps": 1}, "model": {"checkpoint": "c"}, "data": {"train": "t"}}
         run |= {"reward": {"name": "exact_match"}, "rollout": {"prompts": 4, "max_response_tokens": 8}}
         config = Config.model_validate(run | words | {"batch": {"share_prompts": key}})
-        return shares_prompts(config, layers)
+        return shares_prompts(config, layers, arch)
 
     assert not resolved("off") and resolved("auto") == (not named)
     assert not resolved("auto", "transformer_engine")

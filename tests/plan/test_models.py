@@ -12,11 +12,14 @@ import pytest
 import torch
 
 from hub_configs import BILLIONS, CONFIGS
+from launch import REPO
+from megatron_fspo.cli import main
 from megatron_fspo.config import Parallel
 from megatron_fspo.lab.plan.activations import activations, kept, layer_bytes, layer_tensors
 from megatron_fspo.lab.plan.shape import PlannedPack, Shape, stage_parameters
-from megatron_fspo.lab.plan.state import cached_values, model_values, within_window
+from megatron_fspo.lab.plan.state import cached_values, kv_bytes, model_values, state_bytes, within_window
 from megatron_fspo.weights import Architecture, read_architecture
+from megatron_fspo.weights.architecture import forward_flops
 
 PACK = PlannedPack(lengths=(1024,), scored=512)
 BOTH: tuple[Any, ...] = ("local", "transformer_engine")
@@ -83,6 +86,27 @@ def test_a_layer_saves_what_its_kind_of_attention_needs(layers: Any) -> None:
     assert glm["gate and up"] == 2 * 9 * 1408
     assert saved("GLM-4.5-Air")["gate and up"] == 2 * 10944
     assert glm["cos and sin of q and of k"] in (0, 4 * 64)
+
+
+def test_a_recipe_of_a_hybrid_fits_two_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3.5-35B-A3B"]))
+    files = [f"{REPO}/examples/{name}/run.toml" for name in ("qwen3_8b", "qwen3_5_35b_a3b")]
+    words = ["plan", "--config", files[0], "--config", files[1], "--model", str(tmp_path)]
+    words += ["--vllm.transfer", "nccl", "--servers", "4", "--vllm.urls", "['http://node1:8000']"]
+    assert main([*words, "--nproc", "16"]) == 0 and main([*words, "--nproc", "8"]) == 1
+    assert "the run fits" in capsys.readouterr().out
+
+
+def test_a_state_does_not_grow_with_the_sequence() -> None:
+    arch = arch_of("Qwen3.5-35B-A3B")
+    assert state_bytes(arch, 2) == 30 * (32 * 128 * 128 * 4 + 8192 * 3 * 2)
+    assert within_window(arch, 9000) == 9000 and arch.softmax_layers == 10
+    tokens, rows = 1000, 4
+    cache = kv_bytes(shape("Qwen3.5-35B-A3B"), rows=rows, tokens=tokens)
+    assert cache == rows * (10 * tokens * 2 * 2 * 256 * 2 + state_bytes(arch, 2))
+    # Of a token twice as far only the 10 layers with softmax attention compute more, T each time.
+    one, two = (forward_flops(arch, [0], [length]) for length in (1000, 2000))
+    assert two - 2 * one == 10 * 2 * 16 * 256 * (2000**2 - 2 * 1000**2)
 
 
 def test_a_cache_knows_latent_attention_and_windows() -> None:

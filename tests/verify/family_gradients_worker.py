@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import shared_experts
@@ -23,7 +24,8 @@ from patching import Patch, wrap
 
 from megatron_fspo.mcore.machine.backend import choose_backend
 from megatron_fspo.mcore.machine.startup import join, start, stop
-from megatron_fspo.mcore.model import layers, packed_attention, self_attention
+from megatron_fspo.mcore.model import gated_delta, layers, packed_attention, self_attention
+from megatron_fspo.mcore.model.gated_delta import DeltaCore, GatedNorm
 from megatron_fspo.mcore.model.router import PolicyRouter
 from megatron_fspo.mcore.model.self_attention import TwoRopes
 from megatron_fspo.verify import production
@@ -49,6 +51,9 @@ LAYOUTS = {
     "moonlight": ("moe.pp2", "ep2"),
     "gpt_oss": ("moe.tp2.sp", "ep2", "moe.cp2", "moe.recompute"),
     "qwen3_yarn": ("tp2.sp",),
+    "qwen3_5_text": ("tp2", "tp2.sp", "pp2", "recompute"),
+    "qwen3_next": ("moe.tp2.sp", "ep2"),
+    "qwen3_5_moe_text": ("moe.tp2.sp", "moe.pp2"),
 }
 """Family → layouts on 2 ranks; each of these occurs with attention and with experts."""
 
@@ -104,6 +109,29 @@ def plain_norm(real: Any, self: Any, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def leaking(part: int) -> Any:
+    """A sequence begins with the last channels (part 0) or the memory (1) of the one before it."""
+
+    def sequence(real: Any, self: Any, *inputs: torch.Tensor) -> Any:
+        last = vars(self).get("last")
+        if last is not None:
+            last = tuple(x if number == part else x * 0 for number, x in enumerate(last))
+        found, state = real(self, *inputs, last)
+        self.last = tuple(x.detach() for x in state)
+        return found, state
+
+    return sequence
+
+
+def gated_before(real: Any, self: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = real(self, x * F.silu(gate), torch.full_like(gate, 1.2784645427610738))
+    return out  # of which silu is 1
+
+
+def unsummed(real: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+    return x
+
+
 FAULTS: dict[str, tuple[str, str, Any, str, Any]] = {
     "window_off_by_one": ("mistral", "recompute", layers, "packed_attention", longer_window),
     "windows_of_other_layers": ("gemma3_text", "recompute", Architecture, "layer_type", next_layer),
@@ -116,6 +144,17 @@ FAULTS: dict[str, tuple[str, str, Any, str, Any]] = {
     "sinks_of_each_rank": ("gpt_oss", "moe.cp2", layers, "attend", sinks_of_two_ranks),
     "gate_above_up": ("gpt_oss", "moe.recompute", production, "to_megatron_shard", halves),
     "shared_expert_twice": ("qwen2_moe", "ep2", shared_experts.SharedExpertMLP, "forward", doubled),
+    "state_leaks_over_a_border": ("qwen3_5_text", "pp2", DeltaCore, "sequence", leaking(1)),
+    "conv_tail_of_the_neighbour": ("qwen3_5_text", "pp2", DeltaCore, "sequence", leaking(0)),
+    "gate_before_the_norm": ("qwen3_next", "moe.tp2.sp", GatedNorm, "forward", gated_before),
+    "zero_centred_norm_as_plain": ("qwen3_5_moe_text", "moe.pp2", layers.RMSNorm, "forward", plain_norm),
+    **{
+        f"out_norm_unsummed_{layout}": (
+            *("qwen3_5_text", layout, gated_delta, "copy_to_tensor_model_parallel_region"),
+            unsummed,
+        )
+        for layout in ("tp2", "tp2.sp")
+    },
     "latent_rope_flipped": (
         "deepseek_v3",
         "moe.tp2.sp",

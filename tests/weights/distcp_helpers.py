@@ -69,10 +69,11 @@ def fuse(hf: dict[str, Tensor], at: str, kind: str, heads: int, groups: int) -> 
     """Query heads of a group, its key head, its value head; the same for the next group."""
     q, k, v = (hf[f"{at}self_attn.{x}_proj.{kind}"] for x in "qkv")
     size, per_group = k.shape[0] // groups, heads // groups
+    rows = q.shape[0] // heads  # twice the size with gates
     parts = []
     for group in range(groups):
         for head in range(group * per_group, (group + 1) * per_group):
-            parts.append(q[head * size : (head + 1) * size])
+            parts.append(q[head * rows : (head + 1) * rows])
         parts += [x[group * size : (group + 1) * size] for x in (k, v)]
     return torch.cat(parts)
 
@@ -112,6 +113,29 @@ def attention_chunks(hf: dict[str, Tensor], at: str, tp: int, heads: int, groups
     return found
 
 
+def delta_chunks(hf: dict[str, Tensor], at: str, tp: int) -> dict[str, Chunks]:
+    """A gated delta net with two key heads: the rows of the first head's group, then the second's."""
+    net = {name.removeprefix(at + "linear_attn."): x for name, x in hf.items() if name.startswith(at)}
+    sizes = (2 * 6, 2 * 6, 4 * 10)
+    separate = [net[f"in_proj_{x}.weight"] for x in ("qkvz", "ba") if f"in_proj_{x}.weight" in net]
+    if not separate:
+        qkv, *others = (net[f"in_proj_{x}.weight"] for x in ("qkv", "z", "b", "a"))
+        separate = [*qkv.split(sizes), *others]
+    conv = net["conv1d.weight"].split(sizes)
+    grouped = [
+        torch.cat([part.chunk(2)[group] for group in range(2) for part in parts])
+        for parts in (separate, conv)
+    ]
+    return {
+        "self_attention.in_proj.layer_norm_weight": by_rows([hf[f"{at}input_layernorm.weight"]]),
+        "self_attention.in_proj.weight": by_rows([*grouped[0].chunk(tp)]),
+        "self_attention.conv_weight": by_rows([*grouped[1].chunk(tp)]),
+        **{f"self_attention.{x}": by_rows([*net[x].chunk(tp)]) for x in ("A_log", "dt_bias")},
+        "self_attention.out_norm.weight": by_rows([net["norm.weight"]]),
+        "self_attention.out_proj.weight": by_columns(net["out_proj.weight"], tp),
+    }
+
+
 def mlp_chunks(hf: dict[str, Tensor], at: str, name: str, tp: int) -> dict[str, Chunks]:
     gate, up, down = (hf[f"{at}.{x}_proj.weight"] for x in ("gate", "up", "down"))
     found = {
@@ -140,13 +164,15 @@ def layer_chunks(hf: dict[str, Tensor], layer: int, tp: int, heads: int, groups:
     """What a layer saves, by the end of its key, without the dimensions of layers and experts."""
     at = f"model.layers.{layer}."
     moe = f"{at}mlp.gate.weight" in hf
-    found: dict[str, Chunks] = {
-        **attention_chunks(hf, at, tp, heads, groups),
-        "self_attention.linear_proj.weight": by_columns(hf[f"{at}self_attn.o_proj.weight"], tp),
-    }
+    found: dict[str, Chunks] = {}
     if f"{at}post_attention_layernorm.weight" in hf:
         norm = by_rows([hf[f"{at}post_attention_layernorm.weight"]])
         found["pre_mlp_layernorm.weight" if moe else "mlp.linear_fc1.layer_norm_weight"] = norm
+    if f"{at}linear_attn.A_log" in hf:
+        found |= delta_chunks(hf, at, tp)
+    else:
+        found |= attention_chunks(hf, at, tp, heads, groups)
+        found["self_attention.linear_proj.weight"] = by_columns(hf[f"{at}self_attn.o_proj.weight"], tp)
     found |= {ours: by_rows([hf[at + theirs]]) for theirs, ours in WHOLE.items() if at + theirs in hf}
     if not moe:
         return found | mlp_chunks(hf, f"{at}mlp", "mlp", tp)
@@ -228,6 +254,7 @@ def model_chunks(
     """
     hf = unfused(hf, heads, groups)
     differ = "model.layers.0.mlp.up_proj.weight" in hf and "model.layers.1.mlp.gate.weight" in hf
+    differ = differ or "model.layers.0.linear_attn.A_log" in hf
     chunks: dict[str, Chunks] = {
         "embedding.word_embeddings.weight": vocabulary(hf["model.embed_tokens.weight"], tp),
         "decoder.final_layernorm.weight": by_rows([hf["model.norm.weight"]]),

@@ -17,7 +17,7 @@ from megatron_fspo.config.sections import LoRA
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.state.checkpoint import _check_function
 from megatron_fspo.weights import Adapters, Architecture, config_file, read_architecture
-from megatron_fspo.weights.architecture import Experts, LatentAttention, Yarn
+from megatron_fspo.weights.architecture import Experts, LatentAttention, LinearAttention, Yarn
 from megatron_fspo.weights.hf_config import NEUTRAL_KEYS, SUPPORTED
 
 WHOLE = replace(
@@ -34,16 +34,18 @@ WHOLE = replace(
         mscale=1.0,
         mscale_all_dim=1.0,
     ),
+    linear=LinearAttention(key_heads=1, value_heads=2, key_size=4, value_size=4, conv=4),
     window=32,
     layer_types=("window", "full"),
     attention_scale=0.5,
     window_rope_theta=1e4,
 )
-PARTS = ("experts", "adapters", "latent", "yarn")
+PARTS = ("experts", "adapters", "latent", "linear", "yarn")
 WITHOUT_EFFECT = {
     "dtype": torch.float16,
     "fp8_block": (128, 128),
     "max_position_embeddings": 7,
+    "prefix": "model.language_model.",
     "unused_layers": 1,
 }
 
@@ -57,7 +59,7 @@ def other(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Architecture)])
-def test_every_field_counts_but_four(name: str) -> None:
+def test_every_field_counts_but_five(name: str) -> None:
     if name in WITHOUT_EFFECT:
         assert replace(WHOLE, **{name: WITHOUT_EFFECT[name]}).function() == WHOLE.function()
         return

@@ -12,11 +12,18 @@ from weights_helpers import refused
 
 from hub_configs import CONFIGS
 from megatron_fspo.weights import Architecture, Experts, read_architecture
-from megatron_fspo.weights.architecture import LatentAttention, Yarn
+from megatron_fspo.weights.architecture import LatentAttention, LinearAttention, Yarn
 from megatron_fspo.weights.table import adapter_targets
 
 LATENT: dict[str, Any] = {"kv_rank": 512, "rope_size": 64, "value_size": 128}
 GLM = {"rotary_share": 0.5, "qkv_bias": True}
+PATTERN: Any = ("linear", "linear", "linear", "full")
+HYBRID: dict[str, Any] = {
+    "rope_theta": 1e7, "rms_norm_eps": 1e-6, "head_dim": 256, "rotary_share": 0.25, "output_gate": True,
+    "zero_centered_norms": True,
+}  # fmt: skip
+DELTA: dict[str, Any] = {"key_heads": 16, "key_size": 128, "value_size": 128, "conv": 4}
+MIX: dict[str, Any] = {"ffn_size": 512, "normalize_top_k": True, "shared_ffn_size": 512}
 # Fields beyond SIZES and USUAL; every other field has its default.
 FOUND: dict[str, dict[str, Any]] = {
     "Mistral-7B-v0.1": {"window": 4096},
@@ -70,6 +77,18 @@ FOUND: dict[str, dict[str, Any]] = {
             sigmoid=True, scale=2.446,
         ),
     },
+    "Qwen3-Next-80B-A3B": {
+        **HYBRID, "layer_types": 12 * PATTERN, "linear": LinearAttention(value_heads=32, **DELTA),
+        "experts": Experts(count=512, per_token=10, **MIX),
+    },
+    "Qwen3.5-27B": {
+        **HYBRID, "layer_types": 16 * PATTERN, "linear": LinearAttention(value_heads=48, **DELTA),
+        "prefix": "model.language_model.",
+    },
+    "Qwen3.5-35B-A3B": {
+        **HYBRID, "layer_types": 10 * PATTERN, "linear": LinearAttention(value_heads=32, **DELTA),
+        "prefix": "model.language_model.", "experts": Experts(count=256, per_token=8, **MIX),
+    },
 }  # fmt: skip
 for model, count in {"gpt-oss-20b": 32, "gpt-oss-120b": 128}.items():
     FOUND[model] = {
@@ -99,7 +118,8 @@ def write(folder: Path, model: str, **changes: Any) -> None:
 @pytest.mark.parametrize("model", CONFIGS)
 def test_a_published_config_is_read_as_what_it_is(tmp_path: Path, model: str) -> None:
     write(tmp_path, model)
-    sizes = {name: CONFIGS[model][key] for name, key in SIZES.items()}
+    config = CONFIGS[model].get("text_config", CONFIGS[model])
+    sizes = {name: config[key] for name, key in SIZES.items()}
     found, expected = read_architecture(tmp_path), Architecture(**{**USUAL, **sizes, **FOUND[model]})
     assert found == expected
     assert found.fp8_block == expected.fp8_block  # not compared otherwise
@@ -189,6 +209,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Granite-3.1-8B", {"mlp_bias": True}, "mlp_bias"),
     ("Granite-3.1-8B", {"residual_multiplier": 0}, "residual_multiplier"),
     ("Granite-3.1-8B", {"logits_scaling": "16"}, "logits_scaling"),
+    *(
+        ("Qwen3-Next-80B-A3B", {key: value}, key)
+        for key, value in {
+            "linear_num_value_heads": 24, "linear_num_key_heads": 0, "attn_output_gate": False,
+            "linear_conv_kernel_dim": None, "full_attention_interval": 0, "mlp_only_layers": [0],
+            "layer_types": ["sliding_attention"] * 48, "partial_rotary_factor": 2.0, "attention_bias": True,
+            "use_sliding_window": True,
+        }.items()
+    ),
+    ("Qwen3.5-35B-A3B", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+    ("Qwen3.5-35B-A3B", {"text_config": None}, "text_config"),
     ("Qwen1.5-MoE-A2.7B", {"use_sliding_window": True}, "use_sliding_window"),
     ("Qwen1.5-MoE-A2.7B", {"mlp_only_layers": [0]}, "mlp_only_layers"),
     ("Qwen1.5-MoE-A2.7B", {"decoder_sparse_step": 2}, "mlp_only_layers"),
@@ -215,6 +246,8 @@ def test_what_would_be_another_model_is_refused(
         ("Gemma-3-27B", "q k v o gate up down"),
         ("OLMo-3-32B", "q k v o gate up down"),
         ("gpt-oss-20b", "q k v o"),
+        ("Qwen3.5-27B", "q k v o gate up down"),
+        ("Qwen3.5-35B-A3B", "q k v o"),
     ],
 )
 def test_adapters_are_of_matrices_that_the_files_name(tmp_path: Path, model: str, targets: str) -> None:

@@ -42,7 +42,8 @@ SIZES = {
     "hidden_size": 32, "intermediate_size": FFN, "num_hidden_layers": LAYERS, "head_dim": 8, "n_group": 1,
     "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 10,
     "shared_expert_intermediate_size": 12, "q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4, "v_head_dim": 8, "max_position_embeddings": 128,
+    "qk_rope_head_dim": 4, "v_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6, "linear_value_head_dim": 10, "max_position_embeddings": 128,
 }  # fmt: skip
 
 
@@ -59,7 +60,7 @@ def save_model(
     """A checkpoint as transformers 5 saves it, with a tokenizer; every weight and bias random."""
     from transformers import AutoModelForCausalLM
 
-    narrow = {"hidden_size": HIDDEN, "head_dim": HEAD_DIM} if family.startswith("qwen3") else {}
+    narrow = {"hidden_size": HIDDEN, "head_dim": HEAD_DIM} if family in ("qwen3", "qwen3_moe") else {}
     narrow |= {"intermediate_size": 32} if family == "gpt_oss" else {}  # MXFP4 has blocks of 32
     sizes = {**SIZES, **narrow, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     torch.manual_seed(heads + kv_heads + tied)

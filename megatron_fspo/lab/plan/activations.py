@@ -23,6 +23,8 @@ from megatron_fspo.weights import has_parameter
 _BATCH = 45
 """Bytes per token of the micro-batch itself: ids, positions, labels, mask, segment, log-probs."""
 _FP32 = 4
+CHUNK = 64
+"""Tokens that a gated delta net treats together."""
 _PER_ROW = 8 + 8 + 4 * _FP32  # per row of the head: index, label, m, Z, H and log p
 
 
@@ -47,14 +49,17 @@ class Activations:
     """Computation → bytes that it needs on top. Never two at a time."""
 
 
-def layer_tensors(shape: Shape, pack: PlannedPack, experts: bool = False) -> list[KeptTensor]:
-    """Return what a layer, with experts or an MLP, saves for one micro-batch without recompute."""
-    return [*_attention(shape, pack), *_mlp(shape, pack, experts)]
+def layer_tensors(
+    shape: Shape, pack: PlannedPack, experts: bool = False, linear: bool = False
+) -> list[KeptTensor]:
+    """Return what a layer saves for one micro-batch without recompute: with experts or an MLP, with linear or
+    softmax attention."""
+    return [*(_linear if linear else _attention)(shape, pack), *_mlp(shape, pack, experts)]
 
 
-def layer_bytes(shape: Shape, pack: PlannedPack, experts: bool = False) -> float:
+def layer_bytes(shape: Shape, pack: PlannedPack, experts: bool = False, linear: bool = False) -> float:
     """Return the bytes that such a layer saves for one micro-batch without recompute."""
-    kept = layer_tensors(shape, pack, experts)
+    kept = layer_tensors(shape, pack, experts, linear)
     return sum(one.local if shape.layers == "local" else one.transformer_engine for one in kept)
 
 
@@ -107,7 +112,8 @@ def _attention(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
     # local context parallel copy it; then only a norm of k may still save a view.
     viewed = context == 1 or (normed and (width == _FP32 or shape.device == "cuda"))
     viewed = viewed and arch.latent is None  # which copies all three
-    product = t * (q + 2 * kv) * width
+    gates = q if arch.output_gate else 0
+    product = t * (q + gates + 2 * kv) * width
     yield KeptTensor("q, k and v from their linear", product if viewed else 0, 0)
     # Our attention pads latent values to the size of keys.
     padded = t * kv * width if arch.latent and context == 1 else 0
@@ -122,7 +128,35 @@ def _attention(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
         yield KeptTensor("masks", masks * width, 0)
     yield KeptTensor("log-sum-exp", t * heads * _FP32, t * heads * _FP32)
     yield KeptTensor("attention's output, by sequence", t * q * width, 0)
+    if arch.output_gate:
+        yield KeptTensor(
+            "sigmoids of gates, and what they multiply", 2 * t * gates * width, 3 * t * gates * width
+        )
     yield KeptTensor("attention's output, into a linear", t * out * width, t * out * width)
+
+
+def _linear(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
+    """Yield the tensors of a gated delta net: in torch, or in flash-linear-attention's kernels, which are
+    counted as its code reads."""
+    arch, width, t = shape.arch, shape.width, pack.tokens
+    assert arch.linear is not None
+    heads, value = (n / shape.parallel.tensor for n in (arch.linear.value_heads, arch.linear.values))
+    keys = heads * arch.linear.key_size
+    channels = value + 2 * arch.linear.keys / shape.parallel.tensor
+    chunk, memory = CHUNK * heads, value * arch.linear.key_size / CHUNK
+    yield from _norm(shape, pack, "first")
+    yield KeptTensor("channels, into the convolution", t * channels * width, t * channels * width)
+    yield KeptTensor("channels after it", t * channels * width, 0)
+    yield KeptTensor("q and k into their norms", 2 * t * keys * _FP32, 2 * t * keys * width)
+    yield KeptTensor("q, k and v", t * (2 * keys + value) * _FP32, t * (2 * keys + value) * width)
+    yield KeptTensor("their products with rates and decays", t * (4 * keys + 3 * value) * _FP32, 0)
+    yield KeptTensor("pairs within chunks", 5 * t * chunk * _FP32, t * chunk * width)
+    yield KeptTensor("memories, a chunk each", 2 * t * memory * _FP32, 0)
+    yield KeptTensor("rates and decays", 8 * t * heads * _FP32, 3 * t * heads * _FP32)
+    yield KeptTensor("values that were read, into their norm", 2 * t * value * _FP32, t * value * _FP32)
+    yield KeptTensor("gates, before and after silu", 2 * t * value * _FP32, 2 * t * value * _FP32)
+    yield KeptTensor("normed values", 2 * t * value * width, 2 * t * value * width)
+    yield KeptTensor("gated values, into a linear", t * value * width, t * value * width)
 
 
 def _rotated(shape: Shape) -> float:
@@ -200,6 +234,8 @@ def kept(shape: Shape, stage: int, chunk: int, pack: PlannedPack) -> float:
     total = max(pack.lengths) * _rotated(shape) * _FP32
     for experts, layers in shape.kinds(stage, chunk).items():
         total += layers * (hidden if shape.recompute else layer_bytes(shape, pack, experts))
+    if (linear := shape.linear(stage, chunk)) and not shape.recompute:
+        total += linear * (layer_bytes(shape, pack, linear=True) - layer_bytes(shape, pack))
     total += _BATCH * pack.tokens / shape.parallel.context
     # Megatron's schedule keeps the input from the previous stage and the output to the next one. In fp32 and
     # with recompute, that input is also what the first layer saves.
@@ -236,8 +272,10 @@ def activations(shape: Shape, stage: int, pack: PlannedPack, micro_batches: int)
     # A layer's input is held already, but a local layer's first norm saves one more in fp32. And its output.
     if shape.recompute and shape.layers == "local" and shape.width < _FP32:
         again = layer_input(shape, pack)
+    linears = {any(shape.linear(stage, chunk) for chunk in range(virtual)), False}
     again += max(
-        layer_backward(shape, pack, kind) + (layer_bytes(shape, pack, kind) if shape.recompute else 0)
+        layer_backward(shape, pack, kind)
+        + (max(layer_bytes(shape, pack, kind, linear) for linear in linears) if shape.recompute else 0)
         for kind in kinds
     )
     table = float(shape.vocab_rows * shape.arch.hidden_size * shape.width)

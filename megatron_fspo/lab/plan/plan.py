@@ -21,6 +21,7 @@ from megatron_fspo.lab.plan.state import (
     sending_bytes,
     server_gpus,
     state,
+    state_bytes,
     within_window,
 )
 from megatron_fspo.mcore.machine.sizes import check_parallel, check_world, make_adapters, shares_prompts
@@ -217,7 +218,7 @@ def _work(config: Config, shape: Shape, given: Given, servers: ServerMemory | No
     rest -= rest % padded_length(1, context)
     lengths = (longest,) * min(count, mine) + ((rest,) if rest and mine > count else ())
     groups = -(-mine // rollout.samples)
-    share = shares_prompts(config, shape.layers)
+    share = shares_prompts(config, shape.layers, shape.arch)
     scored = int(sum(lengths) / context * response / (prompt / (rollout.samples if share else 1) + response))
     mean = mine * (mean_prompt + mean_response) - (mine - groups if share else 0) * (mean_prompt - 1)
     # With a single optimizer step on the model's own samples, old and new log-probs are the same.
@@ -315,14 +316,15 @@ def _server(config: Config, shape: Shape, given: Given) -> ServerMemory:
     values = model_values(arch) * width
     receiving = table + (values - (1 if arch.tied else 2) * table) / arch.num_layers / gpus
     cache = max(0.0, memory * given.server_share - values / gpus - receiving)
-    token = arch.num_layers * cached_values(arch, embedded=False, gpus=gpus) * width
+    cache = max(0.0, cache - config.vllm.in_flight * state_bytes(arch, width) / gpus)
+    token = arch.softmax_layers * cached_values(arch, embedded=False, gpus=gpus) * width
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     return ServerMemory(
         gpus=gpus,
         weights=values / gpus,
         receiving=receiving,
         cache=cache,
-        cached_tokens=int(cache / token),
+        cached_tokens=int(cache / max(token, 1)),
         wanted_tokens=config.vllm.in_flight * int(within_window(arch, longest)),
     )
 

@@ -25,6 +25,8 @@ Layers = Literal["local", "transformer_engine"]
 _ORDER = (
     *("input_layernorm", "self_attention.core_attention"),
     *("self_attention.linear_proj", "self_attention.linear_qkv"),
+    *(f"self_attention.{one}" for one in ("conv_weight", "A_log", "dt_bias", "in_proj", "out_norm")),
+    "self_attention.out_proj",
     *(f"self_attention.linear_{one}_proj" for one in ("q", "q_down", "q_up", "kv_down", "kv_up")),
     *(f"self_attention.{one}_layernorm" for one in ("q", "k", "kv")),
     *("self_attn_bda", "pre_mlp_layernorm", "mlp.router", "mlp.linear_fc1", "mlp.experts"),
@@ -93,6 +95,10 @@ class Shape:
     def kinds(self, stage: int, chunk: int) -> dict[bool, int]:
         """Return how many layers of a chunk have experts (True) and an MLP (False); what there is only."""
         return Counter(number >= self.arch.dense_layers for number in self.numbers(stage, chunk))
+
+    def linear(self, stage: int, chunk: int) -> int:
+        """Return how many layers of a chunk have linear attention."""
+        return sum(self.arch.layer_type(number) == "linear" for number in self.numbers(stage, chunk))
 
     def is_last(self, stage: int, chunk: int | None = None) -> bool:
         """Return whether this is the last chunk of the model or, without ``chunk``, the last stage."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_fspo.lab.plan.shape import PlannedPack, Shape, between
-from megatron_fspo.lab.plan.state import cached_values, model_values, state, within_window
+from megatron_fspo.lab.plan.state import cached_values, model_values, state, state_bytes, within_window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +111,11 @@ def forward_flops(shape: Shape, work: Work) -> tuple[float, float]:
         # Causal attention: q·k and weights·v, each 2 · L²/2 FLOPs per value, fewer with a window.
         seen = within_window(arch, length)
         pairs = (2 * length - seen) * seen
-        layers += (2 * arch.layer_size * length + (arch.q_size + arch.value_size) * pairs) * count
+        layers += 2 * arch.num_layers * arch.layer_size * length * count
+        layers += arch.softmax_layers * (arch.q_size + arch.value_size) * pairs * count
+        layers += arch.count("linear") * 6 * arch.state_size * length * count
     head = 2.0 * arch.vocab_size * arch.hidden_size * work.responses * work.response_tokens
-    return arch.num_layers * layers, head
+    return layers, head
 
 
 def scoring(shape: Shape, work: Work, machine: Machine) -> Phase:
@@ -166,7 +168,7 @@ def sampling(shape: Shape, work: Work, machine: Machine) -> Phase:
     busy = each * work.response_tokens / steps  # mean number of responses in a step
     cache = cached_values(arch, embedded=work.embedded, gpus=work.sampler_gpus) * work.sampler_gpus
     mean = within_window(arch, work.prompt_tokens + work.response_tokens / 2)
-    cached = arch.num_layers * cache * width * busy * mean
+    cached = (arch.softmax_layers * cache * mean * width + 2 * state_bytes(arch, width)) * busy
     active = arch.num_layers * arch.layer_size + arch.vocab_size * arch.hidden_size
     read = min(model_values(arch), active * busy) * width
     memory = (read + cached) / bandwidth

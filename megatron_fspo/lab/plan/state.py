@@ -19,7 +19,7 @@ from megatron_fspo.parallel.buckets import BUCKET_BYTES
 from megatron_fspo.weights import Architecture, adapter_shapes
 from megatron_fspo.weights.table import rows, whole_model
 
-_GRADIENT = 4  # fp32
+_FP32 = _GRADIENT = 4
 _MOMENTS = 8  # Adam's two, fp32
 _MASTER = 4  # fp32 copy of bf16 parameters
 Span = tuple[int, int]  # first value, end
@@ -118,9 +118,19 @@ def checkpoint_bytes(shape: Shape) -> int:
 def kv_bytes(shape: Shape, *, rows: int, tokens: int) -> int:
     """Return the bytes of the embedded engine's KV cache on a rank, allocated for ``rows`` responses of
     ``tokens`` tokens. Context-parallel ranks hold the same rows."""
-    layers = shape.arch.num_layers // shape.parallel.pipeline
-    values = cached_values(shape.arch, embedded=True, gpus=shape.parallel.tensor)
-    return layers * rows * tokens * values * shape.width
+    arch, stages = shape.arch, shape.parallel.pipeline
+    values = cached_values(arch, embedded=True, gpus=shape.parallel.tensor)
+    states = state_bytes(arch, shape.width) // shape.parallel.tensor
+    return -(-(arch.softmax_layers * tokens * values * shape.width + states) * rows // stages)
+
+
+def state_bytes(arch: Architecture, width: int) -> int:
+    """Return the bytes that a sequence has in all linear layers, however long it is: memory in fp32, and the
+    last channels of the convolutions."""
+    if (net := arch.linear) is None:
+        return 0
+    tail = (2 * net.keys + net.values) * (net.conv - 1) * width
+    return arch.count("linear") * (arch.state_size * _FP32 + tail)
 
 
 def cached_values(arch: Architecture, *, embedded: bool, gpus: int) -> int:
@@ -134,9 +144,9 @@ def cached_values(arch: Architecture, *, embedded: bool, gpus: int) -> int:
 
 def within_window(arch: Architecture, tokens: float) -> float:
     """Return the last of ``tokens`` that a token attends to, which vLLM keeps in its cache: mean over the
-    layers."""
+    layers with softmax attention."""
     window = min(tokens, arch.window or tokens)
-    return (arch.count("full") * tokens + arch.count("window") * window) / arch.num_layers
+    return (arch.count("full") * tokens + arch.count("window") * window) / max(arch.softmax_layers, 1)
 
 
 def sending_bytes(shape: Shape) -> int:

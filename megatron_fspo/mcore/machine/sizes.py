@@ -38,6 +38,8 @@ def check_parallel(arch: Architecture, parallel: Parallel) -> None:
     if (arch.experts or arch.latent) and parallel.tensor > 1 and not parallel.sequence:
         kind = "a mixture of experts" if arch.experts else "latent attention"
         problems.append(f"parallel.tensor = {parallel.tensor} with {kind} needs parallel.sequence = true")
+    if arch.linear and parallel.context > 1:
+        problems.append(f"parallel.context = {parallel.context}: linear attention does not split sequences")
     last_chunk = (chunks - parallel.pipeline + 1) * arch.num_layers // chunks
     if arch.experts is not None and last_chunk <= arch.dense_layers:
         problems.append(
@@ -50,7 +52,7 @@ def check_parallel(arch: Architecture, parallel: Parallel) -> None:
         raise InputErrors(problems)
 
 
-def shares_prompts(config: Config, layers: str) -> bool:
+def shares_prompts(config: Config, layers: str, arch: Architecture | None) -> bool:
     """Resolve ``batch.share_prompts`` for ``layers``, local or transformer_engine. Raises ``InputError`` if
     it is on, but the run does not support it."""
     wanted = config.batch.share_prompts
@@ -59,6 +61,8 @@ def shares_prompts(config: Config, layers: str) -> bool:
     problem = None
     if config.parallel.context > 1:
         problem = f"parallel.context = {config.parallel.context} splits every sequence"
+    elif arch is not None and arch.linear:
+        problem = "linear attention has a state for every sequence"
     elif config.moe.aux_loss_coef or config.moe.z_loss_coef:
         problem = "the losses of [moe] need whole sequences"
     if problem is not None and wanted == "on":

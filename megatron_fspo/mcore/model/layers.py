@@ -37,6 +37,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_fspo.mcore.machine.backend import Backend
+from megatron_fspo.mcore.model.gated_delta import GatedDeltaNet, GatedSelfAttention
 from megatron_fspo.mcore.model.packed_attention import (
     attend,
     layer_window,
@@ -217,8 +218,10 @@ def block_spec(
     first, pattern = get_transformer_layer_offset(config, vp_stage), config.moe_layer_freq
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     experts = [config.num_moe_experts if pattern == 1 or pattern[n] else None for n in numbers]
-    kinds = {count: _layer_spec(backend, config, count, arch) for count in {*experts}}
-    layers = [kinds[count] for count in experts]
+    linear = [arch is not None and arch.layer_type(n) == "linear" for n in numbers]
+    each = [*zip(experts, linear, strict=True)]
+    kinds = {kind: _layer_spec(backend, config, *kind, arch) for kind in {*each}}
+    layers = [kinds[kind] for kind in each]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_norm(backend))
 
 
@@ -244,8 +247,23 @@ def _remove_norms(backend: Backend, layer: ModuleSpec) -> None:
     inside.linear_fc1 = layer.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
 
 
+def _gate(layer: ModuleSpec, arch: Architecture, linear: bool) -> None:
+    """Put gated attention, or a gated delta net, into a spec."""
+    attention = layer.submodules.self_attention
+    if not linear:
+        attention.module = GatedSelfAttention
+        return
+    parts = {"in_proj": attention.submodules.linear_qkv, "out_proj": attention.submodules.linear_proj}
+    layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"arch": arch, **parts})
+    layer.submodules.sharded_state_dict_keys_map["input_layernorm."] = "self_attention.in_proj.layer_norm_"
+
+
 def _layer_spec(
-    backend: Backend, config: TransformerConfig, num_experts: int | None, arch: Architecture | None
+    backend: Backend,
+    config: TransformerConfig,
+    num_experts: int | None,
+    linear: bool,
+    arch: Architecture | None,
 ) -> ModuleSpec:
     latent = config.multi_latent_attention
     both = {"num_experts": num_experts, "qk_layernorm": config.qk_layernorm, "multi_latent_attention": latent}
@@ -288,6 +306,8 @@ def _layer_spec(
         layer.submodules.self_attention.params |= {"arch": arch}
     if arch is not None and not has_parameter(arch, "input_layernorm.weight"):
         _remove_norms(backend, layer)
+    if arch is not None and arch.output_gate:
+        _gate(layer, arch, linear)
     for place in ("self_attn_bda", "mlp_bda"):
         normed = arch is not None and has_parameter(arch, f"{place}.norm.weight")
         if (scale := arch.residual_scale if arch else 1.0) != 1 or normed:

@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Module, ModuleDict, Parameter, ParameterDict
 
+from megatron_fspo.mcore.model.gated_delta import GatedDeltaNet
 from megatron_fspo.mcore.model.model import named_weights
 from megatron_fspo.weights import Adapters, Architecture
 
@@ -57,7 +58,8 @@ def install_adapters(chunk: GPTModel, arch: Architecture, group: dist.ProcessGro
     chunk.requires_grad_(False)
     for layer in chunk.decoder.layers:
         for name, targets in LINEAR.items():
-            if not set(targets).isdisjoint(adapters.targets):
+            linear = name.startswith("self_attention.") and isinstance(layer.self_attention, GatedDeltaNet)
+            if not linear and not set(targets).isdisjoint(adapters.targets):
                 _install(layer.get_submodule(name), targets, arch, group)
     if chunk.pre_process:
         # Recomputed layers get no gradient unless an input requires one.
@@ -98,7 +100,7 @@ def _outputs(target: str, arch: Architecture) -> int:
     """Return the output size of a target's whole matrix."""
     if target in ("o", "down"):
         return arch.hidden_size
-    return {"q": arch.q_size, "k": arch.kv_size, "v": arch.kv_size}.get(target, arch.ffn_size)
+    return {"q": arch.q_rows, "k": arch.kv_size, "v": arch.kv_size}.get(target, arch.ffn_size)
 
 
 def _add_column(
@@ -159,7 +161,7 @@ def _in_order(sums: Mapping[str, Tensor], arch: Architecture, width: int) -> Ten
     if sums.keys() <= {"gate", "up"}:
         widths, blocks = {"gate": width // 2, "up": width // 2}, 1
     else:  # per query group: query heads, key head, value head
-        widths = {"q": arch.q_size // arch.num_kv_heads, "k": arch.head_dim, "v": arch.head_dim}
+        widths = {"q": arch.q_rows // arch.num_kv_heads, "k": arch.head_dim, "v": arch.head_dim}
         blocks = width // sum(widths.values())
     lead = some.shape[:-1]
     parts = [

@@ -136,11 +136,21 @@ def _attention(arch: Architecture) -> dict[str, Any]:
     latent = arch.latent
     # Megatron's fused RoPE of packs ignores that neighbours are rotated, and YaRN's factor; that of latent
     # attention needs YaRN.
-    fused = {"apply_rope_fusion": False} if latent or arch.rotary_interleaved or _common_yarn(arch) else {}
+    unfused = latent or arch.rotary_interleaved or _common_yarn(arch)
+    settings: dict[str, Any] = {"apply_rope_fusion": False} if unfused else {}
     if latent is None:
         normed = has_parameter(arch, "self_attention.q_layernorm.weight") and not arch.projection_norms
-        softmax = "learnable" if has_parameter(arch, SINK) else "vanilla"
-        return {"kv_channels": arch.head_dim, "qk_layernorm": normed, "softmax_type": softmax, **fused}
+        if arch.linear:  # which makes the layers of a checkpoint separate
+            settings["linear_attention_freq"] = [
+                int(arch.layer_type(n) == "linear") for n in range(arch.num_layers)
+            ]
+        return {
+            "kv_channels": arch.head_dim,
+            "qk_layernorm": normed,
+            "softmax_type": "learnable" if has_parameter(arch, SINK) else "vanilla",
+            "attention_output_gate": arch.output_gate,
+            **settings,
+        }
     return {
         "q_lora_rank": latent.q_rank,
         "kv_lora_rank": latent.kv_rank,
@@ -150,7 +160,7 @@ def _attention(arch: Architecture) -> dict[str, Any]:
         "qk_layernorm": True,
         "rope_type": "yarn" if arch.yarn else "rope",
         "rotary_base": int(arch.rope_theta),
-        **fused,
+        **settings,
         **{
             name: value
             for name, value in (vars(arch.yarn) if arch.yarn else {}).items()

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_fspo.mcore.model.gated_delta import CachedDelta, GatedDeltaNet
 from megatron_fspo.mcore.model.packed_attention import attend, layer_window
 from megatron_fspo.parallel.groups import ParallelGroups, any_rank, broadcast_first
 
@@ -217,6 +218,9 @@ def _settings(chunks: Sequence[GPTModel], max_tokens: int) -> Iterator[tuple[Any
                 yield owner, flag, False
     for chunk in chunks:
         for layer in chunk.decoder.layers:
+            if isinstance(net := layer.self_attention, GatedDeltaNet):
+                yield net, "core_attention", CachedDelta(net.core_attention.linear)
+                continue
             scale = getattr(layer.self_attention, "softmax_scale", chunk.config.softmax_scale)
             window = layer_window(chunk.config, layer.layer_number)
             sinks = getattr(layer.self_attention.core_attention, "softmax_offset", None)

@@ -1,0 +1,105 @@
+"""Multimodal checkpoints: the text model is read and written, all else is copied; experts may be stacked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from weights_helpers import _OWN, assert_bits, assert_slices, refused
+
+from megatron_fspo.weights import (
+    HFReader,
+    expected_hf_shapes,
+    read_architecture,
+    stream,
+    write_hf_checkpoint,
+    write_megatron_checkpoint,
+)
+from megatron_fspo.weights.load import check_checkpoint
+
+VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
+    "num_position_embeddings": 16, "patch_size": 4,
+}  # fmt: skip
+
+
+def save(folder: Path, family: str) -> dict[str, Tensor]:
+    """As transformers saves it, and a tensor for further tokens."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    sizes: dict[str, Any] = {"vocab_size": 61, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {**sizes, "num_key_value_heads": 2, **_OWN[f"{family}_text"], "intermediate_size": 24}
+    config = AutoConfig.for_model(
+        family, text_config=text, vision_config=VISION, tie_word_embeddings=False, dtype="float32"
+    )
+    torch.manual_seed(1)
+    AutoModelForImageTextToText.from_config(config).float().save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"mtp.norm.weight": torch.ones(32)}, folder / "model.safetensors", {"format": "pt"})
+    return tensors
+
+
+def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Experts of a layer in one tensor for gate and up, and one for down, as on the Hub."""
+    found, experts = {}, {}
+    for name, tensor in tensors.items():
+        if ".mlp.experts." not in name:
+            found[name] = tensor
+            continue
+        block, _, rest = name.partition(".experts.")
+        number, part, _ = rest.split(".")
+        experts.setdefault(block, {})[int(number), part] = tensor
+    for block, parts in experts.items():
+        numbers = sorted({number for number, _ in parts})
+        pairs = [torch.cat([parts[n, "gate_proj"], parts[n, "up_proj"]]) for n in numbers]
+        found[f"{block}.experts.gate_up_proj"] = torch.stack(pairs)
+        found[f"{block}.experts.down_proj"] = torch.stack([parts[n, "down_proj"] for n in numbers])
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_the_rest_is_copied_and_the_export_is_the_model(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    original = save(tmp_path / "model", family)
+    vision = {name for name in original if name.startswith("model.visual.")}
+    arch = read_architecture(tmp_path / "model")
+    assert len(vision) > 10 and expected_hf_shapes(arch).keys() == original.keys() - vision
+    check_checkpoint(HFReader(tmp_path / "model"), arch)
+    save_file(stacked(original), tmp_path / "model/model.safetensors", {"format": "pt"})
+    reader = HFReader(tmp_path / "model")
+    check_checkpoint(reader, arch)
+    assert reader.names() == original.keys()
+    assert_slices(reader, original, seed=3)
+    tensors = list(stream(reader, expected_hf_shapes(arch), lambda _: None))
+    write_hf_checkpoint(tmp_path / "out", tensors, tmp_path / "model")
+    assert_bits(load_file(tmp_path / "out/model.safetensors"), original)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        logits = [
+            AutoModelForImageTextToText.from_pretrained(tmp_path / name, experts_implementation="eager")(
+                ids
+            ).logits
+            for name in ("model", "out")
+        ]
+    assert torch.equal(*logits)
+    write_hf_checkpoint(tmp_path / "half", tensors, tmp_path / "model", dtype=torch.bfloat16)
+    half = load_file(tmp_path / "half/model.safetensors")
+    assert {name for name, tensor in half.items() if tensor.dtype == torch.float32} == vision
+    assert read_architecture(tmp_path / "half").dtype == torch.bfloat16
+    named = "has model.visual."
+    refused(lambda: write_megatron_checkpoint(tmp_path / "distcp", reader, arch), tmp_path, named)
+
+
+def test_parts_that_contradict_the_whole_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, "qwen3_5")
+    config = json.loads((tmp_path / "config.json").read_bytes()) | {"dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused(
+        lambda: read_architecture(tmp_path), tmp_path, "dtype is 'bfloat16', but in text_config 'float32'"
+    )
