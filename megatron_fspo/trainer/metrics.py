@@ -37,7 +37,7 @@ from megatron_fspo.trainer.optimize import OptimizerStep
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import Rollout, left_out
 from megatron_fspo.trainer.training import State, Training
-from megatron_fspo.weights.architecture import BACKWARD, forward_flops
+from megatron_fspo.weights.flops import BACKWARD, forward_flops
 
 OFF_POLICY = ("actor/ppo_kl", "fspo/kl_k3")
 """Metrics that compare the policy with the old one."""

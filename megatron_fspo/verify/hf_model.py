@@ -139,8 +139,8 @@ class _Wide(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def hf_config(arch: Architecture) -> dict[str, Any]:
-    """Return a ``config.json`` that ``read_architecture`` reads as ``arch``."""
+def _rope(arch: Architecture) -> dict[str, Any]:
+    """Return ``rope_parameters``."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": arch.rope_theta}
     if arch.rotary_share != 1:
         rope["partial_rotary_factor"] = arch.rotary_share
@@ -158,6 +158,11 @@ def hf_config(arch: Architecture) -> dict[str, Any]:
     if arch.model_type in ("gemma3_text", "olmo3"):
         theta = arch.window_rope_theta or arch.rope_theta
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
+    return rope
+
+
+def hf_config(arch: Architecture) -> dict[str, Any]:
+    """Return a ``config.json`` that ``read_architecture`` reads as ``arch``."""
     oss = arch.model_type == "gpt_oss"
     # fmt: off
     config: dict[str, Any] = {
@@ -165,7 +170,7 @@ def hf_config(arch: Architecture) -> dict[str, Any]:
         "vocab_size": arch.vocab_size, "hidden_size": arch.hidden_size, "intermediate_size": arch.ffn_size,
         "num_hidden_layers": arch.num_layers, "num_attention_heads": arch.num_heads,
         "num_key_value_heads": arch.num_kv_heads, "rms_norm_eps": arch.rms_norm_eps,
-        "tie_word_embeddings": arch.tied, "rope_parameters": rope,
+        "tie_word_embeddings": arch.tied, "rope_parameters": _rope(arch),
         "max_position_embeddings": arch.max_position_embeddings,
         # Families without these keys ignore them.
         "hidden_activation": "gelu_pytorch_tanh",

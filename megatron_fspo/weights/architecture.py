@@ -1,4 +1,4 @@
-"""The architecture of a model: its sizes and settings, and what a forward pass costs.
+"""The architecture of a model: its sizes and settings.
 
 The conversion and ``mcore`` both read this record; :mod:`.hf_config` makes it from a ``config.json``.
 """
@@ -6,17 +6,12 @@ The conversion and ``mcore`` both read this record; :mod:`.hf_config` makes it f
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from megatron_fspo.errors import InputError
-
-BACKWARD = 2
-"""Cost of a backward pass in forward passes: one product for the inputs' gradient, one for the weights'."""
-
 
 LayerType = Literal["full", "window", "linear"]
 
@@ -364,42 +359,3 @@ def check_tensor_parallel(arch: Architecture, tp_size: int, padded_vocab: int | 
             f"padded vocabulary {padded_vocab} must be at least vocab_size {arch.vocab_size} "
             f"and a multiple of the tensor-parallel size {tp_size}"
         )
-
-
-def forward_flops(
-    arch: Architecture,
-    prompt_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    prompts: Sequence[int] | None = None,
-    lengths: Sequence[int] | None = None,
-) -> int:
-    """Return the FLOPs of a forward pass over separate sequences; a multiply-add counts as 2.
-
-    A sequence of T = prompt + response tokens, L of them written by the policy, costs, with P =
-    ``layer_size``::
-
-        2 · layers · P · T  +  layers · (q_size + value_size) · T²  +  2 · vocabulary · hidden · L
-
-    The second term is causal attention: q·k and weights·v over T² / 2 pairs each, fewer with a window. In a
-    linear layer it is 6 · ``state_size`` · T: a token reads the state twice and writes to it once.
-    Norms, softmax and RoPE are omitted, as is usual. ``lengths`` has each L, by default that of the response.
-    Neighbours with equal numbers in ``prompts`` share their prompt except its last token. All rows of a
-    trajectory count as one sequence, an upper bound.
-    """
-    lengths = response_lengths if lengths is None else lengths
-
-    def layers(tokens: int) -> int:
-        seen = min(tokens, arch.window or tokens)
-        pairs = arch.count("full") * tokens**2 + arch.count("window") * (2 * tokens - seen) * seen  # twice
-        states = 6 * arch.count("linear") * arch.state_size * tokens
-        matrices = 2 * arch.num_layers * arch.layer_size * tokens
-        return matrices + (arch.q_size + arch.value_size) * pairs + states
-
-    flops = 0
-    for i, (prompt, response, length) in enumerate(
-        zip(prompt_lengths, response_lengths, lengths, strict=True)
-    ):
-        flops += layers(prompt + response) + 2 * arch.vocab_size * arch.hidden_size * length
-        if i and prompts is not None and prompts[i] == prompts[i - 1]:
-            flops -= layers(prompt - 1)
-    return flops

@@ -87,9 +87,8 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
     family = "deepseek_v3" if family == "kimi_k2" else family  # the same model with more experts
     if family not in SUPPORTED:
         legal = ", ".join((*SUPPORTED, *MULTIMODAL))
-        raise config.error(
-            "model_type", f"is {family!r}; supported: {legal}; docs/adding_a_model.md adds one"
-        )
+        problem = f"is {family!r}; supported: {legal}; docs/adding_a_model.md adds one"
+        raise config.error("model_type", problem)
     gemma = family == "gemma3_text"
     for key, value in _GEMMA.items() if gemma else ():
         config.values.setdefault(key, value)

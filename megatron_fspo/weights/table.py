@@ -253,13 +253,9 @@ TABLES: Mapping[str, tuple[Row, ...]] = MappingProxyType(
         )),
         "qwen3_moe": (*_ATTENTION, *_QK_NORM, *_moe("mlp")),
         "mixtral": (*_ATTENTION, *_moe("block_sparse_moe", ("w1", "w3", "w2"))),
-        "qwen2_moe": (
-            *_ATTENTION, _OPTIONAL_BIAS, *_moe("mlp"), *_GATED_SHARED,
-        ),
-        "glm4_moe": (
-            *_ATTENTION, _OPTIONAL_BIAS, *_OPTIONAL_QK_NORM, *_mlp(), *_moe("mlp"),
-            *_shared("shared_experts"),
-        ),
+        "qwen2_moe": (*_ATTENTION, _OPTIONAL_BIAS, *_moe("mlp"), *_GATED_SHARED),
+        "glm4_moe": (*_ATTENTION, _OPTIONAL_BIAS, *_OPTIONAL_QK_NORM, *_mlp(), *_moe("mlp"),
+                     *_shared("shared_experts")),
         "deepseek_v3": (*_LATENT, *_mlp(), *_moe("mlp"), *_shared("shared_experts")),
         "gpt_oss": (
             *_ATTENTION, _BIAS,

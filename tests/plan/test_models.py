@@ -19,7 +19,7 @@ from megatron_fspo.lab.plan.activations import activations, kept, layer_bytes, l
 from megatron_fspo.lab.plan.shape import PlannedPack, Shape, stage_parameters
 from megatron_fspo.lab.plan.state import cached_values, kv_bytes, model_values, state_bytes, within_window
 from megatron_fspo.weights import Architecture, read_architecture
-from megatron_fspo.weights.architecture import forward_flops
+from megatron_fspo.weights.flops import forward_flops
 
 PACK = PlannedPack(lengths=(1024,), scored=512)
 BOTH: tuple[Any, ...] = ("local", "transformer_engine")

@@ -15,7 +15,7 @@ from launch import forked, why
 from megatron_fspo.mcore.machine.backend import choose_backend, find_peak, peak_tflops
 from megatron_fspo.trainer.metrics import profiled, table
 from megatron_fspo.weights import Architecture
-from megatron_fspo.weights.architecture import forward_flops
+from megatron_fspo.weights.flops import forward_flops
 from runs import PROGRAM, rows, train_words
 
 ARCH = Architecture(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from weights_helpers import _OWN, assert_bits, assert_slices, refused
+from weights_helpers import SIZES, assert_bits, assert_slices, refused
 
+import tiny_families
 from megatron_fspo.weights import (
     HFReader,
     expected_hf_shapes,
@@ -32,8 +32,8 @@ def save(folder: Path, family: str) -> dict[str, Tensor]:
     """As transformers saves it, and a tensor for further tokens."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    sizes: dict[str, Any] = {"vocab_size": 61, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text = {**sizes, "num_key_value_heads": 2, **_OWN[f"{family}_text"], "intermediate_size": 24}
+    sizes = {**SIZES, "vocab_size": 61, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text = tiny_families.config(f"{family}_text", sizes, tie_word_embeddings=False).to_dict()
     config = AutoConfig.for_model(
         family, text_config=text, vision_config=VISION, tie_word_embeddings=False, dtype="float32"
     )
