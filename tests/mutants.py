@@ -408,7 +408,7 @@ MUTANTS = {
         "if asyncio.current_task() in self._loading:", "if False:", "test_senders.py lost",
     ),
     "a window is a token too long": Mutant(
-        "mask.triu(len(keys) - count - window + 1)", "mask.triu(len(keys) - count - window)",
+        "mask.triu(before - window + 1)", "mask.triu(before - window)",
         "test_packed_attention.py window",
     ),
     "parts of one tensor are read from its start": Mutant(

@@ -254,7 +254,7 @@ def test_ctrl_c_under_nproc(tmp_path: Path) -> None:
             err.seek(0)
             # Where CUDA's compiler is and no GPU, torch says so.
             lines = [line for line in err.read().splitlines() if "No CUDA runtime" not in line]
-            assert lines[-1] == "megatron-fspo: interrupted" and len(lines) == 4
+            assert lines == ["megatron-fspo: interrupted"]
         finally:
             process.kill()
             process.communicate()

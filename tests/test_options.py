@@ -278,7 +278,7 @@ ENGINE = "fp8.recipe = tensorwise needs bfloat16 and layers of Transformer Engin
         ("--parallel.virtual-pipeline 2", "parallel.virtual_pipeline = 2 needs parallel.pipeline > 1"),
         ("--loss.name fspo --loss.eps-low 0.1", "unknown key loss.eps_low for loss.name = fspo"),
         ("--loss.name gspo --loss.c-low 0.1", "unknown key loss.c_low for loss.name = gspo"),
-        ("--loss.name gpso", f"loss.name = 'gpso': must be one of {NAMES}"),
+        ("--loss.name gpso", f"loss.name = 'gpso': did you mean gspo? It must be one of {NAMES}"),
         ("--loss.name 3", f"loss.name = 3: must be one of {NAMES}"),
         ("--correction.name tis", f"correction.name = 'tis': must be one of {', '.join(CORRECTIONS)}"),
         ("--correction.cap 2", "unknown key correction.cap for correction.name = none"),

@@ -109,7 +109,7 @@ def start_ranks(args: argparse.Namespace) -> None:
     words = [word for word in words if not word.startswith("--nproc=")]
     # torchrun would set the same value with a warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    say(f"starting {args.nproc} ranks")
+    say(f"starting {args.nproc} ranks", error=False)
     sys.stdout.flush()
     os.execv(sys.executable, launcher(args.nproc, words))
 

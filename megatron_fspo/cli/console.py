@@ -37,10 +37,10 @@ def exit_status(work: Callable[[], int], program: str) -> int:
         return 130
 
 
-def say(message: str) -> None:
-    """Print a line on stderr, on rank 0 only."""
+def say(message: str, *, error: bool = True) -> None:
+    """Print a line, on rank 0 only: on stderr, or stdout if it is not an error."""
     if os.environ.get("RANK", "0") == "0":
-        print(message, file=sys.stderr, flush=True)
+        print(message, file=sys.stderr if error else sys.stdout, flush=True)
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -53,7 +53,7 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
             return 2
     config = load_config(args.config, overrides)  # before slow imports
     if "WORLD_SIZE" not in os.environ:
-        say(f"checking {config.model.checkpoint} and the data")
+        say(f"checking {config.model.checkpoint} and the data", error=False)
     import_megatron()
 
     from megatron_fspo.job.checkpoints import check_writable, checkpoints_to_resume
@@ -69,7 +69,7 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
         if inputs.backend.collectives == "nccl":
             record_collectives(config.run_folder / "hang")
 
-        say("loading the model; the first step follows")
+        say("loading the model; the first step follows", error=False)
         from megatron_fspo.trainer.loop import train
 
         pages = not absent("lab")

@@ -135,7 +135,7 @@ def test_targets_without_a_matrix_in_the_files_are_refused(folder: Path) -> None
             tiny_families.write(family, checkpoint)
         keys = ["--lora.rank", "4", "--lora.targets", f'["{target}"]', "--model.checkpoint", str(checkpoint)]
         done = run(folder, "refused", *WORDS, *keys, nproc=1)
-        *_, line = done.stderr.splitlines()
+        (line,) = done.stderr.splitlines()
         kind = "deepseek_v3" if family == "moonlight" else family
         assert line.endswith(f"lora.targets: {target}: {kind} has adapters of {legal} only")
         assert done.returncode == 2 and not (folder / "refused").exists()
