@@ -29,11 +29,11 @@ COMMANDS = {
     "data check": ("checks", "row counts, duplicates, lengths, errors"),
     "convert hf-to-megatron": (
         "convert",
-        "convert a Hugging Face checkpoint to a Megatron distributed checkpoint",
+        "write a Megatron distributed checkpoint",
     ),
     "convert megatron-to-hf": (
         "convert",
-        "convert a Megatron distributed checkpoint to a Hugging Face checkpoint",
+        "write a Hugging Face checkpoint",
     ),
     "convert verify": ("verify_checkpoint", "compare two checkpoints bit by bit"),
     "serve": ("tools", "run vLLM servers for rollouts"),
@@ -95,9 +95,8 @@ def make_parser(words: Sequence[str] | None = None) -> OneLineParser:
     for words_of, (module, text) in COMMANDS.items():
         group, _, name = words_of.rpartition(" ")
         if group not in groups:
-            groups[group] = commands.add_parser(group, help=_GROUPS[group]).add_subparsers(
-                dest="action", required=True
-            )
+            parent = commands.add_parser(group, help=_GROUPS[group])
+            groups[group] = parent.add_subparsers(dest="action", required=True)
         if words is None or words[: len(words_of.split())] == words_of.split():
             command = getattr(import_module(f"megatron_fspo.cli.{module}"), name.replace("-", "_"))
             command.add_to(groups[group], text)

@@ -17,7 +17,7 @@ from megatron_fspo.cli.command import (
     either,
     start_ranks,
     world_size,
-)
+)  # fmt: skip
 from megatron_fspo.cli.console import import_megatron
 from megatron_fspo.config.data import Data, DataSet, PresetName
 from megatron_fspo.config.loading import load_config
@@ -92,6 +92,7 @@ def check(args: argparse.Namespace, _: list[str]) -> int:
     conversation. Exit status 1: a run would refuse a file, or no verifier can read some of the answers.
     """
     from megatron_fspo.data.check import examine
+    from megatron_fspo.data.hub import find_checkpoint, find_data
     from megatron_fspo.data.tasks import make_source
     from megatron_fspo.data.tokenizer import load_tokenizer
     from megatron_fspo.environments.text import frame
@@ -102,9 +103,14 @@ def check(args: argparse.Namespace, _: list[str]) -> int:
         raise InputError("data check: name files, or a run with --config")
     data = config.data if config else Data(train=Path())
     data = data.model_copy(update={"preset": args.preset} if args.preset else {})
-    sets = [DataSet(file=file) for file in args.files] or [*data.train_sets, *data.validation_sets]
+    if args.files:
+        named = data.model_copy(update={"train": tuple(DataSet(file=file) for file in args.files)})
+        sets = list(find_data(named.model_copy(update={"validation": None})).train_sets)
+    else:
+        data = find_data(data)
+        sets = [*data.train_sets, *data.validation_sets]
     folder = args.tokenizer or (config.model.checkpoint if config else None)
-    tokenizer = load_tokenizer(folder) if folder else None
+    tokenizer = load_tokenizer(find_checkpoint(folder, weights=False)) if folder else None
     findings = [examine(make_source(data, dataset), tokenizer, data.max_prompt_tokens) for dataset in sets]
     if config and not args.files:
         samples = config.evaluation_samples.values()

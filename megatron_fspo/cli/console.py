@@ -59,11 +59,8 @@ class OneLineParser(argparse.ArgumentParser):
             if flag.startswith("--") and "." not in flag and flag not in self._option_string_actions:
                 keys = self._keys_named(flag) if self.get_default("keys") else []
                 close = keys or difflib.get_close_matches(flag, self._option_string_actions, n=1)
-                legal = (
-                    f"did you mean {' or '.join(close)}?"
-                    if close
-                    else "configuration keys are --section.key value"
-                )
+                meant = f"did you mean {' or '.join(close)}?" if close else ""
+                legal = meant or "configuration keys are --section.key value"
                 self.error(f"unexpected argument {flag!r}: {legal}")
         return super().parse_known_args(words, namespace)
 

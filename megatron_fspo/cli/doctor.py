@@ -148,9 +148,11 @@ def _engine(config: Config | None) -> dict[str, str]:
     # Attention shapes on one rank of the run; by default those of Qwen3-8B.
     name, shapes = "Qwen3-8B", {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_tokens": 16384}
     if config is not None:
+        from megatron_fspo.data.hub import find_checkpoint
         from megatron_fspo.weights import read_architecture
 
-        arch, tensor = read_architecture(config.model.checkpoint), config.parallel.tensor
+        folder = find_checkpoint(config.model.checkpoint, weights=False)
+        arch, tensor = read_architecture(folder), config.parallel.tensor
         name = "the run"
         shapes = {
             "num_heads": arch.num_heads // tensor,

@@ -264,8 +264,8 @@ def push(args: argparse.Namespace, _: list[str]) -> int:
     from megatron_fspo.lab.report.card import contents, model_card, push
 
     if args.dry_run:
-        print(model_card(args.folder))
-        print("\n".join(contents(args.folder)))
+        names = contents(args.folder)
+        print(model_card(args.folder), *names, sep="\n")
     else:
         print(push(args.folder, args.repo))
     return 0

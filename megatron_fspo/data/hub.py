@@ -6,6 +6,7 @@ several, or a short name of :data:`KNOWN`. Files and folders on disk take preced
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ KNOWN: dict[str, tuple[str, str, PresetName]] = {
 """Short name → data set, the folder of its files, and their format."""
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w./-]+))?(?:@([\w.-]+))?")
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")  # of files, not of data sets' names
 _SPLITS = {"train": ("train", ""), "validation": ("test", "validation", "")}
 """Key → splits of a data set, the first that it has; "": its only file."""
 
@@ -33,12 +35,16 @@ _SPLITS = {"train": ("train", ""), "validation": ("test", "validation", "")}
 def from_hub(config: Config) -> Config:
     """Replace names of models and data sets by paths in the Hub's local cache, whose folders are named by
     revision. Raises ``InputError`` if one is neither cached nor can be fetched."""
-    model = config.model.model_copy(update={"checkpoint": find_model(config.model.checkpoint)})
-    sets = {key: _find_sets(config.data, key) for key in _SPLITS}
-    return config.model_copy(update={"model": model, "data": config.data.model_copy(update=sets)})
+    model = config.model.model_copy(update={"checkpoint": find_checkpoint(config.model.checkpoint)})
+    return config.model_copy(update={"model": model, "data": find_data(config.data)})
 
 
-def find_model(checkpoint: Path, *, weights: bool = True) -> Path:
+def find_data(data: Data) -> Data:
+    """Replace names of data sets by files, as :func:`from_hub`."""
+    return data.model_copy(update={key: _find_sets(data, key) for key in _SPLITS})
+
+
+def find_checkpoint(checkpoint: Path, *, weights: bool = True) -> Path:
     """Return the folder of a model, only with its configuration and tokenizer unless ``weights``."""
     match = _NAME.fullmatch(str(checkpoint))
     if checkpoint.exists() or not match or match[2]:
@@ -46,10 +52,14 @@ def find_model(checkpoint: Path, *, weights: bool = True) -> Path:
     patterns = _MODEL_FILES if weights else [name for name in _MODEL_FILES if name != "*.safetensors"]
 
     def complete(folder: str) -> bool:
-        return any(Path(folder).glob("*.safetensors" if weights else "config.json"))
+        index, needed = Path(folder, "model.safetensors.index.json"), {"config.json"}
+        if weights and index.exists():
+            needed |= set(json.loads(index.read_bytes())["weight_map"].values())
+        elif weights:
+            needed.add("model.safetensors")
+        return all(Path(folder, name).exists() for name in needed)
 
-    folder = _fetch(match[1], complete, revision=match[3], allow_patterns=patterns)
-    return Path(folder)
+    return Path(_fetch(match[1], complete, revision=match[3], allow_patterns=patterns))
 
 
 def _find_sets(data: Data, key: str) -> Path | tuple[DataSet, ...] | None:
@@ -64,7 +74,7 @@ def _find_sets(data: Data, key: str) -> Path | tuple[DataSet, ...] | None:
 def _find_set(one: DataSet, key: str) -> DataSet:
     name, within, preset = KNOWN.get(str(one.file), (str(one.file), "", None))
     match = _NAME.fullmatch(name)
-    if one.file.exists() or not match:
+    if one.file.exists() or not match or (one.file.suffix in _SUFFIXES and not match[2]):
         return one
     for repo, subfolder, form in KNOWN.values():
         if repo == match[1]:

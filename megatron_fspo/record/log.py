@@ -33,7 +33,7 @@ from megatron_fspo.record.rows import (
     read_rows,
     rows_from_end,
     rows_with_ends,
-)
+)  # fmt: skip
 from megatron_fspo.record.tokens import TOKENS, Piece, drop_later, write_tokens
 from megatron_fspo.record.trackers import Tracker, start_trackers
 

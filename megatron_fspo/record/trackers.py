@@ -10,6 +10,7 @@ import math
 import os
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,8 +23,6 @@ _ID = "run-id.txt"
 _ALERT_SECONDS = 60
 """wandb's shortest time between two alerts of one title."""
 _ALERT_CHARACTERS = 2000
-_MLFLOW_BATCH = 1000
-"""MLflow takes this many numbers at a time."""
 
 
 class WandbTracker:
@@ -120,6 +119,9 @@ class MLflowTracker:
     def __init__(self, config: Config, *, resuming: bool) -> None:
         from mlflow import MlflowClient
 
+        # Other ranks wait for this one: 10 s, twice, and not 120 s eight times.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         files = config.run_folder / "mlflow"
         files.mkdir(parents=True, exist_ok=True)
         uri = os.environ.get("MLFLOW_TRACKING_URI")
@@ -129,11 +131,8 @@ class MLflowTracker:
         if not (resuming and named.exists()):
             project = config.log.project
             experiment = self._client.get_experiment_by_name(project)
-            if experiment is None:
-                where = self._client.create_experiment(project, artifacts)
-            else:
-                where = experiment.experiment_id
-            run = self._client.create_run(where, run_name=config.run.name)
+            made = None if experiment else self._client.create_experiment(project, artifacts)
+            run = self._client.create_run(made or experiment.experiment_id, run_name=config.run.name)
             named.write_text(f"{run.info.run_id}\n", encoding="utf-8")
             self._client.log_dict(run.info.run_id, config.model_dump(mode="json"), "config.json")
         self._run = named.read_text(encoding="utf-8").strip()
@@ -146,18 +145,24 @@ class MLflowTracker:
         # Its names have no @.
         numbers = {name.replace("@", "_at_"): value for name, value in metrics.items()}
         rows = [Metric(name, value, now, step) for name, value in numbers.items() if math.isfinite(value)]
-        for first in range(0, len(rows), _MLFLOW_BATCH):
-            self._client.log_batch(self._run, metrics=rows[first : first + _MLFLOW_BATCH])
+        self._send("log_batch", metrics=rows)
 
     def pictures(self, step: int, svgs: Mapping[str, str]) -> None:
         for name, svg in svgs.items():
-            self._client.log_text(self._run, svg, f"pictures/{name}_{step:06d}.svg")
+            self._send("log_text", text=svg, artifact_file=f"pictures/{name}_{step:06d}.svg")
 
     def alert(self, title: str, text: str) -> None:
-        self._client.set_tag(self._run, f"warning: {title}", text[:_ALERT_CHARACTERS])
+        self._send("set_tag", key=f"warning: {title}", value=text[:_ALERT_CHARACTERS])
 
     def close(self, *, failed: bool = False) -> None:
-        self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")
+        self._send("set_terminated", status="FAILED" if failed else "FINISHED")
+
+    def _send(self, call: str, **what: Any) -> None:
+        """Call MLflow; a server that is away costs numbers there, not the run."""
+        try:
+            getattr(self._client, call)(self._run, **what)
+        except Exception as error:  # of any kind, by the store
+            print(f"MLflow lost {call}: {' '.join(str(error).split())[:200]}", file=sys.stderr, flush=True)
 
 
 class ModuleTracker:
@@ -242,8 +247,12 @@ def start_trackers(config: Config, *, resume_step: int | None) -> list[Tracker]:
         trackers.append(TensorBoardTracker(config, after=resume_step))
     for name in config.log.trackers:
         resuming = resume_step is not None
-        if name == "mlflow":
-            trackers.append(MLflowTracker(config, resuming=resuming))
-        else:
-            trackers.append(ModuleTracker(config, name, resuming=resuming))
+        try:
+            if name == "mlflow":
+                trackers.append(MLflowTracker(config, resuming=resuming))
+            else:
+                trackers.append(ModuleTracker(config, name, resuming=resuming))
+        except Exception as error:  # of any kind, by the package
+            reason = " ".join(str(error).split())[:300]
+            raise InputError(f"log.trackers: {name} does not take the run: {reason}") from error
     return trackers

@@ -68,8 +68,9 @@ def register(name: str) -> Callable[[Reward], Reward]:
 
 
 def set_reward(name: str, reward: Reward) -> None:
-    """Register a function of this process as the reward ``name``, in place of one that has the name."""
-    _REWARDS.pop(name, None)
+    """Register a user's function, in place of an earlier one; ``InputError`` for a built-in's name."""
+    if name in _REWARDS and not built_in(name):
+        del _REWARDS[name]
     register(name)(reward)
 
 

@@ -51,24 +51,24 @@ class Trainer:
         rows = None if prompts is None else "".join(f"{json.dumps(dict(row))}\n" for row in prompts)
         if rows is not None:
             changes.setdefault("data", {})["train"] = "prompts.jsonl"
-        first = config if isinstance(config, Mapping) else Path(config)
-        self.config = load_config([first, changes] if changes else first)
+        self.config = load_config([config if isinstance(config, Mapping) else Path(config), changes])
         """The checked :class:`~megatron_fspo.config.Config`."""
         if rows is not None:
             # Beside the run's folder, which a new run must not have.
-            file = self.config.run_folder.with_suffix(".prompts.jsonl")
+            file = self.config.run_folder.with_name(f"{self.config.run.name}.prompts.jsonl")
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(rows, encoding="utf-8")
+            partial = file.with_name(f"{file.name}.{os.getpid()}")  # every rank writes the same
+            partial.write_text(rows, encoding="utf-8")
+            partial.replace(file)
             data = self.config.data.model_copy(update={"train": file})
             self.config = self.config.model_copy(update={"data": data})
 
     def train(self, *, resume: bool = False) -> Path:
-        """Train to the last step, and return the run's folder, with ``hf/`` and ``metrics.jsonl``. Raises
-        what :func:`megatron_fspo.trainer.loop.train` raises."""
+        """Train to the last step, or until SIGTERM, and return the run's folder, at the end with ``hf/``.
+        Raises what :func:`megatron_fspo.trainer.loop.train` raises."""
         from megatron_fspo.mcore import leave_uncompiled
 
         leave_uncompiled()
-        from megatron_fspo.job.checkpoints import check_writable, checkpoints_to_resume
         from megatron_fspo.mcore.machine.startup import job
         from megatron_fspo.trainer.loop import train
         from megatron_fspo.trainer.prepare import prepare
@@ -76,8 +76,6 @@ class Trainer:
         how: Any = "auto" if resume else "no"
         with job():
             inputs = prepare(self.config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-            checkpoints_to_resume(self.config, how)
-            check_writable(self.config.run_folder)
             train(inputs, resume=how)
         return self.config.run_folder
 
@@ -85,6 +83,8 @@ class Trainer:
 def _register(reward: Reward | Mapping[Reward, float]) -> dict[str, Any]:
     """Return the keys of ``[reward]`` for functions of this process."""
     weights = dict(reward) if isinstance(reward, Mapping) else {reward: 1.0}
+    if not weights:
+        raise InputError("reward: name at least one function")
     names = {function.__name__: weight for function, weight in weights.items()}
     if len(names) < len(weights):
         raise InputError(f"reward: two of the functions {', '.join(names)} have one name")

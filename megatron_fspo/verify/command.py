@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_fspo.config import Config
+from megatron_fspo.data.hub import find_checkpoint
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.machine.backend import choose_backend
 from megatron_fspo.mcore.machine.sizes import check_parallel
@@ -40,7 +41,7 @@ def plan(
         arch = None
     else:
         backend = choose_backend(config.model.backend, config.model.layers, tensor=config.parallel.tensor)
-        full = read_architecture(config.model.checkpoint)
+        full = read_architecture(find_checkpoint(config.model.checkpoint, weights=False))
         check_parallel(full, config.parallel)
         arch = narrow(full)
     listed = names or (config is not None and not use_all)

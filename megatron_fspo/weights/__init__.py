@@ -4,12 +4,7 @@
 disk, and :mod:`.load` copies a checkpoint into a running model and exports a running model.
 """
 
-from megatron_fspo.weights.architecture import (
-    Adapters,
-    Architecture,
-    Experts,
-    check_tensor_parallel,
-)
+from megatron_fspo.weights.architecture import Adapters, Architecture, Experts, check_tensor_parallel
 from megatron_fspo.weights.hf_config import read_architecture
 from megatron_fspo.weights.hf_reader import HFReader
 from megatron_fspo.weights.hf_writer import write_hf_checkpoint

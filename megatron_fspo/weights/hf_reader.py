@@ -98,6 +98,8 @@ class HFReader:
                 continue
             parts = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
             count, rows, columns = entry.shape
+            if rows % len(parts):
+                raise InputError(f"{entry.path}: {name} has {rows} rows, not as many of gate as of up")
             rows //= len(parts)
             for expert in range(count):
                 for number, part in enumerate(parts):

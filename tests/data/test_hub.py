@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hub_server import SHA, hub
 from launch import REPO
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
-from megatron_fspo.data.hub import find_model, from_hub
+from megatron_fspo.data.hub import find_checkpoint, from_hub
 from megatron_fspo.errors import InputError
 
 MODEL = REPO / "examples/make_sum/checkpoint"
@@ -65,15 +66,15 @@ def test_names_are_fetched_once_and_pinned(cache: Path, data: Path, monkeypatch:
 def test_without_a_network_the_command_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match=r"org/tiny is neither.*`hf download org/tiny`"):
-        find_model(Path("org/tiny"))
+        find_checkpoint(Path("org/tiny"))
     with pytest.raises(InputError, match="`hf download --repo-type dataset openai/gsm8k`"):
         from_hub(run(str(MODEL), "gsm8k", "gsm8k"))
 
 
 def test_paths_stay() -> None:
-    config = run(str(MODEL), "missing.jsonl", "a/b/c.jsonl")
+    config = run(str(MODEL), "missing/train.jsonl", "a/b/c.jsonl")
     assert from_hub(config) == config
-    assert find_model(Path("folder/of/three")) == Path("folder/of/three")
+    assert find_checkpoint(Path("folder/of/three")) == Path("folder/of/three")
 
 
 def test_several_files_must_be_named(cache: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,3 +84,23 @@ def test_several_files_must_be_named(cache: Path, data: Path, monkeypatch: pytes
             from_hub(run(str(MODEL), "org/sums", str(data / "main/test-0.jsonl")))
         one = from_hub(run(str(MODEL), "org/sums:socratic/train-0.jsonl", "x.jsonl"))
         assert one.data.train_sets[0].file.parts[-2:] == ("socratic", "train-0.jsonl")
+
+
+def test_half_a_download_is_fetched_again(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    index = {"weight_map": {"a": "model.safetensors", "b": "second.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (model / "second.safetensors").write_bytes(b"x")
+    with hub({"org/tiny": model}, {}) as (address, _):
+        use(monkeypatch, address)
+        second = find_checkpoint(Path("org/tiny")) / "second.safetensors"
+        second.unlink()
+        find_checkpoint(Path("org/tiny"))
+        assert second.read_bytes() == b"x"
+    second.unlink()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match="org/tiny is neither"):
+        find_checkpoint(Path("org/tiny"))

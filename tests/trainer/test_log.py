@@ -301,6 +301,21 @@ def test_further_trackers_get_the_same_numbers(
     assert logged_by(tracker, config.run_folder) == [(1, 0.25), (2, 0.5), (3, 0.75)]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_server_of_mlflow_that_is_away_is_named_and_costs_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mlflow", reason="the extra `trackers` is not installed")
+    config = logged(tmp_path, trackers=("mlflow",))
+    log = RunLog(config, writer=True, resume_step=None)
+    (tmp_path / "one/mlflow/mlflow.db").write_bytes(b"no longer a database")
+    log.step(1, {"critic/rewards/mean": 0.5})
+    assert "MLflow lost log_batch" in capsys.readouterr().err
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    with pytest.raises(InputError, match=r"log\.trackers: mlflow does not take the run"):
+        RunLog(logged(tmp_path / "other", trackers=("mlflow",)), writer=True, resume_step=None)
+
+
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     check_trackers(Log())
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)

@@ -65,3 +65,8 @@ def test_what_is_wrong_is_named() -> None:
     second.__name__ = "same"
     with pytest.raises(InputError, match="one name"):
         Trainer(REPO / "examples/make_sum/run.toml", reward={first: 1.0, second: 1.0})
+    first.__name__ = "exact_match"
+    with pytest.raises(InputError, match="registered twice"):
+        Trainer(REPO / "examples/make_sum/run.toml", reward=first)
+    with pytest.raises(InputError, match="at least one function"):
+        Trainer(REPO / "examples/make_sum/run.toml", reward={})

@@ -103,3 +103,11 @@ def test_parts_that_contradict_the_whole_are_refused(tmp_path: Path) -> None:
     refused(
         lambda: read_architecture(tmp_path), tmp_path, "dtype is 'bfloat16', but in text_config 'float32'"
     )
+
+
+def test_stacked_experts_with_a_row_too_many_are_refused(tmp_path: Path) -> None:
+    tensors = stacked(save(tmp_path, "qwen3_5_moe"))
+    name = next(name for name in tensors if name.endswith("gate_up_proj"))
+    tensors[name] = torch.cat([tensors[name], tensors[name][:, :1]], 1)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    refused(lambda: HFReader(tmp_path), tmp_path, "rows, not as many of gate as of up")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron_fspo.data.hub import find_checkpoint
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights import Architecture, Experts, read_architecture
 
@@ -62,7 +63,7 @@ def find_model(name: str) -> Architecture:
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)
-    folder = path.parent if path.name == "config.json" else path
+    folder = find_checkpoint(path.parent if path.name == "config.json" else path, weights=False)
     if not (folder / "config.json").is_file():
         raise InputError(f"{name} is neither a folder with a config.json nor one of {', '.join(PRESETS)}")
     return read_architecture(folder)

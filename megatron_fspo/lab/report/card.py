@@ -12,15 +12,11 @@ from megatron_fspo.record.rows import METRICS, is_accuracy
 
 
 def model_card(folder: Path) -> str:
-    """Return the card: base model, settings, accuracy with 95% intervals over prompts, and the command.
+    """Return the card: base model, settings, and accuracy with 95% intervals over prompts.
     Raises ``InputError`` if the folder holds no run with a step."""
     data = RunData(folder)
-    series, loss = data.history.series, data.config.loss.name
-    base = _base(data.config.model.checkpoint)
-    about: dict[str, object] = {
-        "library_name": "transformers",
-        "tags": ["reinforcement-learning", loss],
-    }
+    series, loss, base = data.history.series, data.config.loss.name, _base(data.config.model.checkpoint)
+    about: dict[str, object] = {"library_name": "transformers", "tags": ["reinforcement-learning", loss]}
     about |= {"base_model": base} if base else {}
     rows = []
     for name in filter(is_accuracy, data.history.names()):
@@ -33,7 +29,7 @@ def model_card(folder: Path) -> str:
         "---",
         f"\n# {data.config.run.name}\n",
         f"{base or data.config.model.checkpoint.name} after {data.steps[-1]:,} steps of {loss} "
-        "with megatron_fspo; `megatron-fspo train --config fspo/config.toml` repeats the run.\n",
+        "with megatron_fspo. The configuration is in `fspo/config.toml`.\n",
         *(f"- **{name}**: {text}" for name, text in facts(data).items()),
     ]
     if rows:

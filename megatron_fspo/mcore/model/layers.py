@@ -38,12 +38,7 @@ from torch import Tensor
 
 from megatron_fspo.mcore.machine.backend import Backend
 from megatron_fspo.mcore.model.gated_delta import GatedDeltaNet, GatedSelfAttention
-from megatron_fspo.mcore.model.packed_attention import (
-    attend,
-    layer_window,
-    make_sinks,
-    packed_attention,
-)
+from megatron_fspo.mcore.model.packed_attention import attend, layer_window, make_sinks, packed_attention
 from megatron_fspo.mcore.model.policy_loss import at_positions
 from megatron_fspo.mcore.model.self_attention import LayerSelfAttention
 from megatron_fspo.packing.zigzag import gathered_positions, local_positions
