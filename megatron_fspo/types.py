@@ -36,6 +36,8 @@ class Prompt:
     """All fields of the row in the data file, as JSON types; for rewards."""
     dataset: str = ""
     """Name of the data set."""
+    demonstration: Completion | None = None
+    """The response that the data set gives, for supervised training."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from pydantic import model_validator
 
@@ -44,6 +45,16 @@ class Config(Section):
     log: sections.Log = sections.Log()
 
     @property
+    def supervised(self) -> bool:
+        """True if the run learns the responses of the data, without rollouts."""
+        return self.loss.SUPERVISED
+
+    @property
+    def samples(self) -> int:
+        """Responses per prompt of a training step."""
+        return 1 if self.supervised else self.rollout.samples
+
+    @property
     def run_folder(self) -> Path:
         """The folder that this run writes to."""
         return self.run.folder / self.run.name
@@ -73,6 +84,13 @@ class Config(Section):
         """Number of rollouts after the learning rate's warm-up."""
         updates = self.batch.mini_batches * self.batch.epochs
         return max(self.run.steps - math.ceil(self.optimizer.warmup_steps / updates), 0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supervised_needs_no_reward(cls, tree: Any) -> Any:
+        if isinstance(tree, dict) and "reward" not in tree and isinstance(tree.get("loss"), dict):
+            return tree | {"reward": {"name": "none"}} if tree["loss"].get("name") == "sft" else tree
+        return tree
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Config:
@@ -130,8 +148,27 @@ class Config(Section):
                 f"{key} needs rollout.top_p = 1, not {self.rollout.top_p}: log-probs of a cut vocabulary are "
                 "renormalised, a bias that grows with length"
             )
+        if self.supervised:
+            self._check_supervised()
         self.environment.check(rewards=self.reward.names, replay=self.moe.replay)
         self.moe.check(engine=self.rollout.engine, sampled=sampled)
         self.loss.check(off_policy_updates=self.off_policy_updates, sampled=sampled)
         self.fp8.check(dtype=self.model.dtype, layers=self.model.layers, backend=self.model.backend)
         return self
+
+    def _check_supervised(self) -> None:
+        """Raise ``ValueError`` for keys that need responses of the policy."""
+        wrong = {
+            "rollout.engine": self.rollout.engine == "vllm",
+            "rollout.dynamic_sampling": self.rollout.dynamic_sampling,
+            "rollout.temperature": self.rollout.temperature != 1,
+            "rollout.old_log_probs": self.rollout.old_log_probs == "sampled",
+            "correction.name": self.correction.name != "none",
+            "environment.name": self.environment.name is not None,
+            "moe.replay": self.moe.replay != "off",
+        }
+        if keys := [key for key, is_set in wrong.items() if is_set]:
+            raise ValueError(
+                f"loss.name = {self.loss.name} learns the responses of data.train, without rollouts: remove "
+                f"{', '.join(keys)}"
+            )

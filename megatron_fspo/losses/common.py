@@ -33,6 +33,8 @@ class Loss(Section):
     """Most collectives per micro-batch over context-parallel ranks."""
     CLIPS: ClassVar[bool] = True
     """False for a loss without limits."""
+    SUPERVISED: ClassVar[bool] = False
+    """True for a loss of the responses in the data, which needs no rollouts, rewards and old log-probs."""
     COMPARED: ClassVar[bool] = True
     """False for a loss that ``explain`` leaves out because its decisions equal another's."""
     LIMITS: ClassVar[tuple[str, ...]] = ()

@@ -41,7 +41,10 @@ def add_advantages(inputs: Inputs, groups: ParallelGroups, rollout: Rollout) -> 
 
 def compute_advantages(config: Config, rewards: Tensor, truncated: Tensor) -> Tensor:
     """Return advantages [prompts, samples] from ``rewards`` and ``truncated`` (bool) of that shape. With
-    ``reward.truncated = drop``, groups consist of the other responses; one that remains alone gets 0."""
+    ``reward.truncated = drop``, groups consist of the other responses; one that remains alone gets 0.
+    Responses that the data gives have 1."""
+    if config.supervised:
+        return torch.ones_like(rewards)
     estimate = (
         leave_one_out_advantages if config.loss.advantage == "leave_one_out" else group_normalized_advantages
     )

@@ -77,7 +77,7 @@ def pack_and_score(run: Training, responses: Rollout) -> tuple[TrainingBatch, di
 def needs_old_pass(config: Config) -> bool:
     """Return True if the trainer scores the responses before the first update. With one optimizer step per
     rollout this only serves to measure the mismatch with vLLM, or for a correction."""
-    if config.rollout.old_log_probs == "sampled":
+    if config.rollout.old_log_probs == "sampled" or config.supervised:
         return False
     several = config.batch.mini_batches * config.batch.epochs > 1
     return several or config.rollout.engine == "vllm" or config.correction.name != "none"

@@ -41,6 +41,7 @@ from megatron_fspo.record.log import RunLog
 from megatron_fspo.rollout.client import proof
 from megatron_fspo.rollout.client.connect import Needs, connect, settle
 from megatron_fspo.rollout.client.engine import Leader, Trainer, VLLMEngine
+from megatron_fspo.rollout.demonstrations import Demonstrations
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs, loss_notes, make_needs
@@ -253,6 +254,8 @@ def build_engine(inputs: Inputs, model: Model, servers: Leader | None, *others: 
     """Return the sampler that ``rollout.engine`` names, for this model. ``others`` are models to offload
     together with it; ``servers`` is the result of :func:`open_servers`."""
     vocab_size, options = inputs.arch.vocab_size, inputs.config.vllm
+    if inputs.config.supervised:
+        return Demonstrations()
     if inputs.config.rollout.engine == "embedded":
         decoder = Decoder(model.chunks, model.groups, vocab_size=vocab_size)
         return EmbeddedEngine(decoder, max_batch=inputs.config.rollout.max_batch)

@@ -134,13 +134,16 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
     attempt.wrong(*_disagreements(config, world_size if trains else 0, arch))
     if tokenizer is not None:
         train = attempt(lambda: _train_sets(config, tokenizer)) if trains else ()
-        validation = attempt(lambda: load_sets(config.data, "validation", tokenizer))
+        load = partial(load_sets, config.data, "validation", tokenizer)
+        validation = attempt(lambda: load(**_responses(config, tokenizer)))
     else:
         for which in ("train", "validation") if trains else ("validation",):
             for source in make_sources(config.data, which):
                 checked = attempt(partial(examine, source, None, 0))
                 attempt.wrong(*(checked.broken[:1] if checked else ()))
-    attempt(lambda: check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens))
+    if not config.supervised:
+        longest = config.rollout.max_response_tokens
+        attempt(lambda: check_reward(config.reward, max_response_tokens=longest))
     noise = attempt(lambda: (noise_of_run(config) if trains else None,))
     attempt.end()
     assert backend and arch and train is not None and validation is not None and noise
@@ -177,6 +180,16 @@ def _disagreements(config: Config, world_size: int, arch: Architecture | None) -
         )
     if arch is not None and arch.experts is None and config.moe.in_use:
         yield "the keys of [moe] need a mixture of experts, but the model is dense"
+    for which in ("train", "validation"):
+        for source in make_sources(config.data, which):
+            if source.responses != config.supervised:
+                has = (
+                    "has responses, which loss.name = sft learns" if source.responses else "has no responses"
+                )
+                yield (
+                    f"data.{which}: the preset of {source.name} {has}, but loss.name is {config.loss.name} "
+                    "(presets with responses: messages, completion)"
+                )
     if config.data.validation is None and config.evaluation.every:
         yield "evaluation.every > 0 needs data.validation (or set evaluation.every = 0)"
 
@@ -196,8 +209,14 @@ def _environment(config: Config, tokenizer: Any, stops: Sequence[int]) -> Enviro
     return kind(config.environment, tokenizer, stops)
 
 
+def _responses(config: Config, tokenizer: Any) -> dict[str, Any]:
+    """Return what reading the responses of data sets needs."""
+    stops = stop_token_ids(tokenizer, config.model.checkpoint, config.rollout.stop_token_ids)
+    return {"stops": stops, "max_response_tokens": config.rollout.max_response_tokens}
+
+
 def _train_sets(config: Config, tokenizer: Any) -> tuple[LoadedSet, ...]:
-    train = load_sets(config.data, "train", tokenizer)
+    train = load_sets(config.data, "train", tokenizer, **_responses(config, tokenizer))
     mixed = mixture(_prompts(train), config.data)
     asked = config.rollout.prompts
     for dataset, most in zip(train, most_at_once(mixed, asked), strict=True):

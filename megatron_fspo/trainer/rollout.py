@@ -199,24 +199,25 @@ def select(rollout: Rollout, groups: Sequence[int]) -> Rollout:
     )
 
 
-def sampling_metrics(rollout: Rollout, *, environment: bool = False) -> dict[str, float]:
-    """Return metrics of rewards, advantages and lengths over all responses, in a pack or not.
+def sampling_metrics(rollout: Rollout, *, environment: bool = False, graded: bool = True) -> dict[str, float]:
+    """Return metrics of lengths, and if ``graded`` of rewards and advantages, over all responses, whether in
+    a pack or not.
 
     ``critic/zero_variance_groups`` is the share of groups whose advantages are all 0. With an environment:
     turns, rows, seconds of replies per trajectory, failures per turn, inserted share of tokens after prompts.
     """
-    columns = {
-        "critic/score": rollout.scores,
-        "critic/rewards": rollout.rewards,
-        "critic/advantages": rollout.advantages,
-        "response_length": rollout.lengths.double(),
-        "prompt_length": rollout.prompt_lengths.double(),
-    }
+    columns = {"response_length": rollout.lengths.double(), "prompt_length": rollout.prompt_lengths.double()}
+    if graded:
+        columns["critic/score"] = rollout.scores
+        columns["critic/rewards"] = rollout.rewards
+        columns["critic/advantages"] = rollout.advantages
     metrics = {}
     for name, values in columns.items():
         metrics[f"{name}/mean"] = values.mean().item()
         metrics[f"{name}/max"] = values.max().item()
         metrics[f"{name}/min"] = values.min().item()
+    if not graded:
+        return metrics
     metrics["response_length/clip_ratio"] = rollout.truncated.double().mean().item()
     metrics["critic/zero_variance_groups"] = (~rollout.has_variance).double().mean().item()
     if environment:

@@ -208,6 +208,24 @@ def inserted_in_mask(real: Any, sequences: Any, *rest: Any) -> MicroBatch:
     return real(replace(sequences, loss_mask=None), *rest)
 
 
+@fault(CP, "tokens", *COLLATE, loss="sft")
+def turns_of_the_user_learned(real: Any, sequences: Any, *rest: Any) -> MicroBatch:
+    """SFT: all tokens after the prompt are learned, those of the user too"""
+    return real(replace(sequences, loss_mask=None), *rest)
+
+
+@fault(CP, "attention", *COLLATE, loss="sft")
+def mask_one_off(real: Any, sequences: Any, *rest: Any) -> MicroBatch:
+    """SFT: the mask is shifted by one token"""
+    return real(replace(sequences, loss_mask=sequences.loss_mask.roll(1)), *rest)
+
+
+@fault(CP, "denominator", *LOSS, loss="sft")
+def mean_over_each_pack(real: Any, self: Any, batch: MicroBatch, *args: Any) -> Any:
+    """SFT: the mean is over the tokens of each pack"""
+    return real(self, _counting(batch, num_tokens=max(1, _tokens(batch))), *args)
+
+
 @fault(CP, "attention", *COLLATE)
 def rows_not_apart(real: Any, sequences: Any, *rest: Any) -> MicroBatch:
     """Rows of a trajectory attend to earlier rows"""
