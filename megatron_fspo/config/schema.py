@@ -87,9 +87,11 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _supervised_needs_no_reward(cls, tree: Any) -> Any:
-        if isinstance(tree, dict) and "reward" not in tree and isinstance(tree.get("loss"), dict):
-            return tree | {"reward": {"name": "none"}} if tree["loss"].get("name") == "sft" else tree
+    def _defaults_without_rollouts(cls, tree: Any) -> Any:
+        """SFT needs no reward, and takes one optimizer step per batch."""
+        loss, batch = (tree.get(key, {}) if isinstance(tree, dict) else None for key in ("loss", "batch"))
+        if isinstance(loss, dict) and isinstance(batch, dict) and loss.get("name") == "sft":
+            return {"reward": {"name": "none"}} | tree | {"batch": {"mini_batches": 1} | batch}
         return tree
 
     @model_validator(mode="after")

@@ -134,7 +134,7 @@ def _ranges(
         if not ends or message["content"].strip() not in text[len(prompt) : min(ends)]:
             task.row.fail(
                 f"message {number + 1}, of the assistant, is not between its prompt and a stop token "
-                f"({', '.join(map(repr, marks))}) in the rendered conversation"
+                f"({', '.join(map(repr, marks))}) in the rendered conversation; does the template drop it?"
             )
         ranges.append((len(prompt), min(ends)))
     return ranges
