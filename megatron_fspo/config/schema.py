@@ -34,6 +34,7 @@ class Config(Section):
     data: Data
     reward: Reward
     environment: Environment = Environment()
+    teacher: sections.Teacher = sections.Teacher()
     rollout: sections.Rollout
     vllm: sections.VLLM = sections.VLLM()
     loss: PolicyLossConfig = FSPOLoss()
@@ -53,6 +54,12 @@ class Config(Section):
     def samples(self) -> int:
         """Responses per prompt of a training step."""
         return 1 if self.supervised else self.rollout.samples
+
+    @property
+    def learns_without_advantages(self) -> bool:
+        """True if the loss has terms to which responses with A = 0 contribute."""
+        loss, moe = self.loss, self.moe
+        return any((loss.entropy_coef, loss.kl_coef, moe.aux_loss_coef, moe.z_loss_coef))
 
     @property
     def run_folder(self) -> Path:
@@ -153,6 +160,7 @@ class Config(Section):
         if self.supervised:
             self._check_supervised()
         self.environment.check(rewards=self.reward.names, replay=self.moe.replay)
+        self.teacher.check(kl_coef=self.loss.kl_coef, temperature=self.rollout.temperature)
         self.moe.check(engine=self.rollout.engine, sampled=sampled)
         self.loss.check(off_policy_updates=self.off_policy_updates, sampled=sampled)
         self.fp8.check(dtype=self.model.dtype, layers=self.model.layers, backend=self.model.backend)

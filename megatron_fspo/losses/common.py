@@ -48,8 +48,8 @@ class Loss(Section):
     entropy_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="bonus on the mean token entropy")
     kl_coef: Annotated[float, Field(ge=0)] = Field(
         0.0,
-        description="penalty on the KL to `model.checkpoint`, per response token; above 0 keeps that "
-        "model in memory",
+        description="penalty on the KL to the teacher or `model.checkpoint`, per response token; above 0 "
+        "keeps that model in memory",
     )
     max_nonfinite_share: Share = Field(
         0.05, description="stop when a larger share of an optimizer step's sequences is not finite"

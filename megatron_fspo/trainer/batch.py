@@ -67,8 +67,10 @@ def pack_and_score(run: Training, responses: Rollout) -> tuple[TrainingBatch, di
         metrics |= scores
     if config.loss.kl_coef:
         # With LoRA the reference is the policy without its adapters; otherwise it is a second model.
+        reference = run.reference or run.policy
+        scoring = replace(run.scoring, vocab_size=reference.arch.vocab_size)
         with log.phase("ref", len(micro_batches), "pack") as progress, without_adapters(run.policy.chunks):
-            scored = (run.reference or run.policy).score(batch.micro_batches, run.scoring)
+            scored = reference.score(batch.micro_batches, scoring)
             progress(len(micro_batches))
         batch = replace(batch, micro_batches=batch.micro_batches.with_columns(reference_log_probs=scored))
     return batch, metrics

@@ -48,7 +48,7 @@ from megatron_fspo.trainer.prepare import Inputs, loss_notes, make_needs
 from megatron_fspo.trainer.rollout import make_layout
 from megatron_fspo.trainer.sampling import RolloutQueue, make_grader
 from megatron_fspo.trainer.training import State, Training, remove_old
-from megatron_fspo.weights import read_adapters
+from megatron_fspo.weights import read_adapters, read_architecture
 from megatron_fspo.weights.folder import digest
 
 
@@ -88,7 +88,11 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         loss.load_state_dict(state["loss"])
     step, spikes = state["step"], state["spikes"]
     groups.control.barrier("the weights to be loaded")
-    reference = load_model(inputs, groups) if config.loss.kl_coef and not inputs.arch.adapters else None
+    reference = None
+    if config.teacher.checkpoint:
+        reference = load_model(inputs, groups, config.teacher.checkpoint)
+    elif config.loss.kl_coef and not (inputs.arch.adapters or config.teacher.urls):
+        reference = load_model(inputs, groups)
     engine = build_engine(inputs, policy, servers, *([reference] if reference else []))
     engine.update_weights(step)
     grader = make_grader(config, groups)
@@ -216,18 +220,19 @@ def _open_folder(
     return log
 
 
-def load_model(inputs: Inputs, groups: ParallelGroups) -> Model:
-    """Load ``model.checkpoint`` in the policy's layout, without gradients or optimizer. Collective."""
+def load_model(inputs: Inputs, groups: ParallelGroups, checkpoint: Path | None = None) -> Model:
+    """Load a checkpoint, by default ``model.checkpoint``, in the policy's layout, without gradients or
+    optimizer. Collective."""
     config = inputs.config
     model = Model(
-        replace(inputs.arch, adapters=None),
+        read_architecture(checkpoint) if checkpoint else replace(inputs.arch, adapters=None),
         inputs.backend,
         groups,
         parallel=config.parallel,
         dtype=inputs.dtype,
         fp8=config.fp8,
     )
-    load_hf(model, config.model.checkpoint)
+    load_hf(model, checkpoint or config.model.checkpoint)
     return model
 
 

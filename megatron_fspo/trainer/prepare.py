@@ -131,6 +131,8 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
             attempt(lambda: check_fp8(config.fp8, backend, arch, config.parallel, machine=not elsewhere))
         attempt(lambda: check_checkpoint(open_checkpoint(model.checkpoint, arch), arch))
         tokenizer = attempt(lambda: _tokenizer(config, arch))
+        if config.teacher.checkpoint:
+            attempt(partial(_check_teacher, config, config.teacher.checkpoint, tokenizer))
     attempt.wrong(*_disagreements(config, world_size if trains else 0, arch))
     if tokenizer is not None:
         train = attempt(lambda: _train_sets(config, tokenizer)) if trains else ()
@@ -200,6 +202,22 @@ def _tokenizer(config: Config, arch: Architecture) -> Any:
     stops = stop_token_ids(tokenizer, config.model.checkpoint, config.rollout.stop_token_ids)
     _environment(config, tokenizer, stops)
     return tokenizer
+
+
+def _check_teacher(config: Config, folder: Path, tokenizer: Any) -> None:
+    """Raise ``InputError`` if the teacher cannot be loaded in the layout, or its token ids differ."""
+    arch = read_architecture(folder)
+    check_parallel(arch, config.parallel)
+    check_checkpoint(open_checkpoint(folder, arch), arch)
+    if tokenizer is None:
+        return
+    ours, theirs = tokenizer.get_vocab(), load_tokenizer(folder).get_vocab()
+    if ours != theirs:
+        differ = sorted(ours.items() ^ theirs.items())
+        raise InputError(
+            f"teacher.checkpoint = {folder}: {len(differ)} entries of its vocabulary, such as "
+            f"{differ[0][0]!r}, differ from those of {config.model.checkpoint}: token ids do not compare"
+        )
 
 
 def _environment(config: Config, tokenizer: Any, stops: Sequence[int]) -> Environment | None:

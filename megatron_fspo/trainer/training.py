@@ -59,8 +59,8 @@ class Training:
     groups: ParallelGroups
     policy: Policy
     reference: Model | None
-    """Reference policy of a KL penalty: always ``model.checkpoint``. None with LoRA (the reference is the
-    policy without adapters) or without a penalty."""
+    """Reference of a KL penalty: the teacher, or ``model.checkpoint``. None with LoRA and no teacher (the
+    reference is the policy without adapters), with servers of the teacher, or without a penalty."""
     engine: RolloutEngine
     grader: Grader | None
     """None on ranks that do not grade."""

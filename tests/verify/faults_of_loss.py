@@ -321,6 +321,13 @@ def kl_sign(real: Any, self: Any, batches: Sequence[MicroBatch], loss: Any) -> A
     return real(self, batches, replace(loss, kl_coef=-loss.kl_coef))
 
 
+@fault(CP, "denominator", *BACKWARD, figures="actor/kl_loss", loss="distil")
+def teacher_of_another_row(real: Any, self: Any, batches: Sequence[MicroBatch], loss: Any) -> Any:
+    """Distillation: the teacher's log-probs are those of other tokens"""
+    others = [replace(one, reference_log_probs=one.reference_log_probs.roll(5)) for one in batches]
+    return real(self, others, loss)
+
+
 @fault(DP, "regularizer", *BACKWARD, loss="gspo-entropy")
 def entropy_over_sequences(real: Any, self: Any, batches: Sequence[MicroBatch], loss: Any) -> Any:
     """The entropy bonus is divided by N"""
