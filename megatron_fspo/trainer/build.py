@@ -47,6 +47,7 @@ from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs, loss_notes, make_needs
 from megatron_fspo.trainer.rollout import make_layout
 from megatron_fspo.trainer.sampling import RolloutQueue, make_grader
+from megatron_fspo.trainer.teacher import TeacherServers
 from megatron_fspo.trainer.training import State, Training, remove_old
 from megatron_fspo.weights import read_adapters, read_architecture
 from megatron_fspo.weights.folder import digest
@@ -112,6 +113,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
             head=inputs.backend.head,
         ),
         layout=make_layout(config, inputs.arch, groups, inputs.backend),
+        teacher=TeacherServers(config) if config.teacher.urls and groups.is_replica_leader else None,
         queue=RolloutQueue(inputs, engine, groups, grader, prompts, step),
         log=log,
         state=State(

@@ -334,6 +334,7 @@ def make_mini_batches(
         advantages=rollout.advantages[numbers],
         index=numbers,
         loss_mask=bring("loss_mask", torch.uint8, here) if inserted else None,
+        reference=bring("reference", torch.float32, here) if config.teacher.urls else None,
         row_starts=bring("row_starts", torch.int32, starts) if inserted else None,
         routes=None if routing is None else _routes(rollout, numbers, bring, routing, layers),
     )

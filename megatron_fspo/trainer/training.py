@@ -27,6 +27,7 @@ from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.sampling import RolloutQueue
+from megatron_fspo.trainer.teacher import TeacherServers
 
 Draw = Callable[[Path], Mapping[str, str]]
 """Function from the run folder to a mapping of names to the text of ``<svg>`` elements."""
@@ -66,6 +67,8 @@ class Training:
     """None on ranks that do not grade."""
     scoring: Scoring
     layout: PackLayout
+    teacher: TeacherServers | None
+    """Servers that score the responses that this rank holds; None on other ranks and without them."""
     queue: RolloutQueue
     log: RunLog
     state: State

@@ -94,7 +94,8 @@ def distilled(folder: Path, name: str, student: Path, *extra: str) -> list[dict[
 def test_a_run_approaches_its_teacher_in_any_layout(tmp_path: Path, student: Path) -> None:
     tensor = distilled(tmp_path, "tensor", student)
     pipeline = distilled(tmp_path, "data", student, *"--parallel.tensor 1 --parallel.sequence false".split())
-    assert tensor[-1]["actor/kl_loss"] < 0.8 * tensor[0]["actor/kl_loss"]
+    gaps = [row["actor/kl_loss"] for row in tensor]
+    assert sum(gaps[4:]) < 0.8 * sum(gaps[:4])
     assert all(row["critic/rewards/max"] == 0 and row["actor/pg_loss"] == 0 for row in tensor)
     first = [[row[key] for key in ("actor/kl_loss", "actor/grad_norm")] for row in (tensor[0], pipeline[0])]
     assert first[0] == pytest.approx(first[1], rel=1e-4)
