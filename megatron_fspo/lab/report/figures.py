@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel
 
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
@@ -24,7 +23,7 @@ from megatron_fspo.record.rows import JOBS, PHASES, WARNINGS, read_rows
 
 ABSENT = "–"
 WINDOW = 5
-"""Steps behind each number of the table."""
+"""Steps behind each number of the table, at most; the first and the last are half of a short run each."""
 TAIL = 0.25
 """Share of the steps, the last ones, in the picture of clip rates by length."""
 _POOL = 40_000
@@ -160,29 +159,33 @@ class Headline:
 
 
 def facts(data: RunData) -> dict[str, str]:
-    """Return the settings of the run, in words."""
+    """Return what a reader asks first, in words."""
     config, band = data.config, data.band()
-    loss = f"{config.loss.name}: {_keys(config.loss)}"
-    if isinstance(band, FSPOBand):
-        loss += f"; at the end c = {band.c_low:.4g} (low), {band.c_high:.4g} (high)"
-        loss += f", exponent {band.exponent:.3g}"
     prompts, samples = config.rollout.prompts, config.rollout.samples
     files = ", ".join(str(dataset.file) for dataset in config.data.train_sets)
+    moved = {}
+    if isinstance(band, FSPOBand):
+        width = f"c = {band.c_low:.4g} (low), {band.c_high:.4g} (high)"
+        moved["Band at the end"] = f"{width}, exponent {band.exponent:.3g}"
     return {
-        "Loss": loss,
+        "Loss": config.loss.name,
+        **moved,
         "Model": f"{config.model.checkpoint}, {config.model.dtype}",
-        "Layout": _keys(config.parallel),
-        "Batch": f"{prompts} prompts × {samples} samples = {prompts * samples} responses a step, learned "
-        f"from in {config.batch.mini_batches} mini-batches × {config.batch.epochs} epochs",
-        "Optimizer": f"lr = {config.optimizer.lr:g}, clip_grad = {config.optimizer.clip_grad:g}",
         "Data": f"{files}, reward {config.reward.name}, seed {config.run.seed}",
+        "Responses": f"{prompts * samples} a step: {samples} to each of {prompts} prompts",
     } | machines(data.jobs)
 
 
-def headlines(data: RunData) -> Iterator[Headline]:
-    """Yield the numbers that sum up the run: means over the first and the last steps."""
+def changed_keys(config: Config) -> list[tuple[str, str]]:
+    """Return key and value of the settings that are not as the defaults have them, or have no default."""
+    tree = config.model_dump(mode="json", exclude_defaults=True)
+    return [(f"{section}.{key}", in_words(value)) for section, keys in tree.items() for key, value in keys.items()]
+
+
+def headlines(data: RunData, window: int) -> Iterator[Headline]:
+    """Yield the numbers that sum up the run: means over the ``window`` first and last steps."""
     series, accuracy = data.history.series, data.history.evaluation()
-    yield _trend("Reward", series("critic/rewards/mean"), ".3f")
+    yield _trend("Reward", series("critic/rewards/mean"), ".3f", window=window)
     if accuracy:
         scores, change = series(accuracy), data.change
         note = f"{accuracy.removeprefix('val/')}, at step {scores.steps[0]} and step {scores.steps[-1]}"
@@ -190,9 +193,9 @@ def headlines(data: RunData) -> Iterator[Headline]:
             note += f"; gained {change.after - change.before:.3f}, 95% interval {change.interval[0]:.3f} to "
             note += f"{change.interval[1]:.3f} over prompts"
         yield _trend("Evaluation", scores, ".3f", note, window=1)
-    yield _trend("Response length", series("response_length/mean"), ",.1f", "tokens")
+    yield _trend("Response length", series("response_length/mean"), ",.1f", "tokens", window=window)
     if series("fspo/out_of_band"):
-        yield from _clipping(data)
+        yield from _clipping(data, window)
     if math.isfinite(data.lre.mean):
         low, high = data.lre.mean_interval
         yield Headline(
@@ -206,18 +209,15 @@ def headlines(data: RunData) -> Iterator[Headline]:
         yield Headline(
             name="LRE pooled, clipped",
             last=f"{signed.mean:.3f}",
-            note=f"what a clip really removes: 95% interval {low:.3f} to {high:.3f}; within signs of A "
-            f"{data.signed['within_sign'].mean:.3f}, within optimizer steps "
-            f"{data.signed['within_update'].mean:.3f}; between signs {data.signed['sign'].mean:.3f}, between "
-            f"steps {data.signed['update'].mean:.3f}",
+            note=f"of the responses whose gradient the clip removes; 95% interval {low:.3f} to {high:.3f}",
         )
     if len(data.pool):
         yield _exponent(data)
     if mismatch := series("rollout/logprob_abs_diff/mean"):
-        yield _trend("Sampler against trainer", mismatch, ".1e", "mean |Δ log p| per token, nats")
+        yield _trend("Sampler against trainer", mismatch, ".1e", "mean |Δ log p| per token, nats", window=window)
     dropped = f"{series('fspo/nonfinite').total():,.0f}"
     yield Headline(name="Dropped sequences", last=dropped, note="not finite, over the whole run")
-    yield _trend("Throughput", series("perf/throughput"), ",.0f", "tokens/s, prompts included")
+    yield _trend("Throughput", series("perf/throughput"), ",.0f", "tokens/s, prompts included", window=window)
     yield Headline(
         name="Steps",
         last=f"{len(data.steps):,} of {data.config.run.steps:,}",
@@ -225,7 +225,7 @@ def headlines(data: RunData) -> Iterator[Headline]:
     )
 
 
-def _clipping(data: RunData) -> Iterator[Headline]:
+def _clipping(data: RunData, window: int) -> Iterator[Headline]:
     outside, clipped = "sequences, on either side", "sequences"
     if data.token_level:
         outside, clipped = "sequences with a token outside", "tokens"
@@ -242,7 +242,7 @@ def _clipping(data: RunData) -> Iterator[Headline]:
     ):
         series = data.history.series(metric)
         if series or metric not in ("fspo/noise_clip_rate", "fspo/ess"):
-            yield _trend(name, series, form, note)
+            yield _trend(name, series, form, note, window=window)
 
 
 def _exponent(data: RunData) -> Headline:
@@ -259,14 +259,9 @@ def _exponent(data: RunData) -> Headline:
     )
 
 
-def _trend(name: str, series: Series, form: str, note: str = "", window: int = WINDOW) -> Headline:
+def _trend(name: str, series: Series, form: str, note: str = "", *, window: int) -> Headline:
     first, last = (number(mean, form, ABSENT) for mean in (series.first(window), series.last(window)))
     return Headline(name=name, first=first, last=last, note=note)
-
-
-def _keys(section: BaseModel) -> str:
-    values = section.model_dump(mode="json", exclude={"name"}, exclude_none=True)
-    return ", ".join(f"{key} = {in_words(value)}" for key, value in values.items())
 
 
 def in_words(value: Any) -> str:
