@@ -27,10 +27,10 @@ import torch
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
+from megatron_fspo.lab.report.drawing import length_axis
 
 from machine import ROOT, cpu, options_of
 from megatron_fspo.evaluation.intervals import t_half_width
-from megatron_fspo.lab.report.drawing import length_axis
 from megatron_fspo.lab.report.history import History, Records
 from megatron_fspo.lab.sweep.file import Sweep, planned, read_sweep
 from megatron_fspo.lab.sweep.processes import make

@@ -11,10 +11,11 @@ from typing import Any
 from megatron_fspo.errors import InputError
 from megatron_fspo.evaluation.tables import number
 from megatron_fspo.lab.report import pictures
-from megatron_fspo.lab.report.drawing import Line, smoothing_window
+from megatron_fspo.lab.report.charts import STEP, Line, Spec, axis, chart
 from megatron_fspo.lab.report.figures import ABSENT, TAIL, WINDOW, RunData, in_words, machines
-from megatron_fspo.lab.report.history import Series, clip_rates, overall_rates
+from megatron_fspo.lab.report.history import clip_rates, overall_rates
 from megatron_fspo.lab.report.html import render_page
+from megatron_fspo.lab.report.page import smoothing, with_ends
 from megatron_fspo.lab.report.pictures import LengthCurve, choose_style
 from megatron_fspo.objective import FSPOBand
 
@@ -27,7 +28,7 @@ class ComparedRun:
     """A run of several."""
 
     label: str
-    """A letter and the name of the loss: pictures have no text of the user's."""
+    """A letter and the name of the loss, which is short enough for a legend."""
     name: str
     """Name of its folder, with as much of the path as tells it from the others."""
     data: RunData
@@ -142,41 +143,34 @@ def _render(runs: Sequence[ComparedRun]) -> str:
         dict(_pictures(runs, curves)),
         runs=runs,
         sentences=list(sentences(curves)),
-        colours=[choose_style(position)[0] for position in range(len(runs))],
+        colours=[choose_style(position)["colour"] for position in range(len(runs))],
         rows=[(name, values) for name, values in rows if set(values) != {ABSENT}],
         differences=differences([run.data.config for run in runs]),
-        smoothing=max(smoothing_window(len(run.data.steps)) for run in runs),
+        smoothing=smoothing(max(len(run.data.steps) for run in runs)),
     )
 
 
-def _pictures(runs: Sequence[ComparedRun], lengths: Sequence[LengthCurve]) -> Iterator[tuple[str, str]]:
+def _pictures(runs: Sequence[ComparedRun], lengths: Sequence[LengthCurve]) -> Iterator[tuple[str, Spec]]:
+    styles = [{"label": run.label, **choose_style(position)} for position, run in enumerate(runs)]
+    styled = list(zip((run.data.history for run in runs), styles, strict=True))
+    rewards = [with_ends(history, "critic/rewards/mean", **style) for history, style in styled]
+    yield "reward", chart(rewards, STEP, axis("reward"))
     for name, metric, unit in (
-        ("reward", "critic/rewards/mean", "reward"),
         ("response_length", "response_length/mean", "L (tokens), mean"),
         ("outside", "fspo/out_of_band", "share"),
         ("ess", "fspo/ess", "share"),
     ):
-        lines = []
-        for position, run in enumerate(runs):
-            colour, style, _ = choose_style(position)
-            if series := run.data.history.series(metric):
-                lines.append(Line(series=series, label=run.label, colour=colour, style=style))
-        if lines:
-            yield name, pictures.curves(lines, unit, share=unit == "share")
-    accuracies = [(position, run.label, _accuracy(run.data)) for position, run in enumerate(runs)]
-    if evaluated := [accuracy for accuracy in accuracies if accuracy[2]]:
-        yield "evaluation", pictures.evaluations(evaluated)
+        found = [(history.series(metric), style) for history, style in styled]
+        if lines := [Line.over_steps(series, **style) for series, style in found if series]:
+            yield name, chart(lines, STEP, axis(unit, share=unit == "share"))
+    named = [(history, history.evaluation(), style) for history, style in styled]
+    if lines := [with_ends(one, name, smoothed=False, **style) for one, name, style in named if name]:
+        yield "evaluation", chart(lines, STEP, axis("mean reward"))
     if any(curve.bins for curve in lengths):
         yield "by_length", pictures.by_length(lengths)
         yield "relative", pictures.by_length(lengths, relative=True)
     if any(math.isfinite(run.data.lre.mean) for run in runs):
         yield "length_error", pictures.length_errors([(run.label, run.data.lre) for run in runs])
-
-
-def _accuracy(data: RunData) -> list[Series]:
-    """Return accuracy on the first set and the ends of its interval; empty for a run without evaluations."""
-    name = data.history.evaluation()
-    return [data.history.series(f"{name}{end}") for end in ("", "/low", "/high")] if name else []
 
 
 def _by_length(run: ComparedRun) -> LengthCurve:
@@ -190,8 +184,9 @@ def _by_length(run: ComparedRun) -> LengthCurve:
 
 def _evaluated(data: RunData, at: int) -> str:
     """Return the first evaluation (0) or the last (-1), with its interval if the run has one."""
-    if not (series := _accuracy(data)):
+    if not (name := data.history.evaluation()):
         return ABSENT
+    series = (data.history.series(f"{name}{end}") for end in ("", "/low", "/high"))
     value, low, high = (float(line.values[at]) if len(line) else math.nan for line in series)
     return _with_interval(value, low, high, ".3f")
 

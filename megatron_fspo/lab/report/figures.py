@@ -179,13 +179,15 @@ def facts(data: RunData) -> dict[str, str]:
 def changed_keys(config: Config) -> list[tuple[str, str]]:
     """Return key and value of the settings that are not as the defaults have them, or have no default."""
     tree = config.model_dump(mode="json", exclude_defaults=True)
-    return [(f"{section}.{key}", in_words(value)) for section, keys in tree.items() for key, value in keys.items()]
+    return [
+        (f"{section}.{key}", in_words(value)) for section, keys in tree.items() for key, value in keys.items()
+    ]
 
 
-def headlines(data: RunData, window: int) -> Iterator[Headline]:
-    """Yield the numbers that sum up the run: means over the ``window`` first and last steps."""
+def headlines(data: RunData) -> Iterator[Headline]:
+    """Yield the numbers that sum up the run: means over the first and the last steps."""
     series, accuracy = data.history.series, data.history.evaluation()
-    yield _trend("Reward", series("critic/rewards/mean"), ".3f", window=window)
+    yield _trend("Reward", series("critic/rewards/mean"), ".3f")
     if accuracy:
         scores, change = series(accuracy), data.change
         note = f"{accuracy.removeprefix('val/')}, at step {scores.steps[0]} and step {scores.steps[-1]}"
@@ -193,9 +195,9 @@ def headlines(data: RunData, window: int) -> Iterator[Headline]:
             note += f"; gained {change.after - change.before:.3f}, 95% interval {change.interval[0]:.3f} to "
             note += f"{change.interval[1]:.3f} over prompts"
         yield _trend("Evaluation", scores, ".3f", note, window=1)
-    yield _trend("Response length", series("response_length/mean"), ",.1f", "tokens", window=window)
+    yield _trend("Response length", series("response_length/mean"), ",.1f", "tokens")
     if series("fspo/out_of_band"):
-        yield from _clipping(data, window)
+        yield from _clipping(data)
     if math.isfinite(data.lre.mean):
         low, high = data.lre.mean_interval
         yield Headline(
@@ -214,10 +216,10 @@ def headlines(data: RunData, window: int) -> Iterator[Headline]:
     if len(data.pool):
         yield _exponent(data)
     if mismatch := series("rollout/logprob_abs_diff/mean"):
-        yield _trend("Sampler against trainer", mismatch, ".1e", "mean |Δ log p| per token, nats", window=window)
+        yield _trend("Sampler against trainer", mismatch, ".1e", "mean |Δ log p| per token, nats")
     dropped = f"{series('fspo/nonfinite').total():,.0f}"
     yield Headline(name="Dropped sequences", last=dropped, note="not finite, over the whole run")
-    yield _trend("Throughput", series("perf/throughput"), ",.0f", "tokens/s, prompts included", window=window)
+    yield _trend("Throughput", series("perf/throughput"), ",.0f", "tokens/s, prompts included")
     yield Headline(
         name="Steps",
         last=f"{len(data.steps):,} of {data.config.run.steps:,}",
@@ -225,7 +227,7 @@ def headlines(data: RunData, window: int) -> Iterator[Headline]:
     )
 
 
-def _clipping(data: RunData, window: int) -> Iterator[Headline]:
+def _clipping(data: RunData) -> Iterator[Headline]:
     outside, clipped = "sequences, on either side", "sequences"
     if data.token_level:
         outside, clipped = "sequences with a token outside", "tokens"
@@ -242,7 +244,7 @@ def _clipping(data: RunData, window: int) -> Iterator[Headline]:
     ):
         series = data.history.series(metric)
         if series or metric not in ("fspo/noise_clip_rate", "fspo/ess"):
-            yield _trend(name, series, form, note, window=window)
+            yield _trend(name, series, form, note)
 
 
 def _exponent(data: RunData) -> Headline:
@@ -259,7 +261,13 @@ def _exponent(data: RunData) -> Headline:
     )
 
 
-def _trend(name: str, series: Series, form: str, note: str = "", *, window: int) -> Headline:
+def disjoint(count: int) -> int:
+    """Return how many steps the first and the last of so many are, none in both."""
+    return min(WINDOW, max(count // 2, 1))
+
+
+def _trend(name: str, series: Series, form: str, note: str = "", window: int = 0) -> Headline:
+    window = window or disjoint(len(series))
     first, last = (number(mean, form, ABSENT) for mean in (series.first(window), series.last(window)))
     return Headline(name=name, first=first, last=last, note=note)
 

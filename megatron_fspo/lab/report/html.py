@@ -34,4 +34,4 @@ def vega() -> Markup:
     seconds of CPU time."""
     import vl_convert
 
-    return Markup(vl_convert.javascript_bundle())
+    return Markup(vl_convert.javascript_bundle(None))

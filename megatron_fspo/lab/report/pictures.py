@@ -5,8 +5,10 @@ With several runs each has one colour, the same in every picture.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +17,11 @@ from megatron_fspo.evaluation.intervals import Estimate, wilson_interval
 from megatron_fspo.lab.report.charts import (
     BLUE,
     COLOURS,
+    EDGE,
     GREEN,
+    GREY,
     LENGTH,
     ORANGE,
-    Level,
     Line,
     Spec,
     axis,
@@ -43,23 +46,32 @@ def rates_by(bins: Sequence[BinRates], overall: BinRates, x_label: str) -> Spec:
     ):
         if kept := [bin for bin in bins if getattr(bin, of)]:
             names = [f"{bin.low}" if bin.low == bin.high else f"{bin.low}–{bin.high}" for bin in kept]
-            ends = _columns([wilson_interval(getattr(bin, share), getattr(bin, of)) for bin in kept])
-            lines.append(Line(label=label, colour=colour, x=np.array(names), **ends))
-            levels.append(Level(value=getattr(overall, share), colour=colour))
+            found = [wilson_interval(getattr(bin, share), getattr(bin, of)) for bin in kept]
+            lines.append(_line(np.array(names), found, label=label, colour=colour))
+            levels.append((colour, _alone(getattr(overall, share))))
     x: Spec = {"title": x_label, "axis": {"labelAngle": -30}}
-    return chart(lines, x, axis("share of sequences", share=True), levels=levels, joined=False, bars=True)
+    return chart(lines, x, axis("share of sequences", share=True), levels)
 
 
-def _columns(estimates: Sequence[Estimate], scale: float = 1.0) -> dict[str, Array]:
-    """Return the values y [n], and their ends low and high, over ``scale``."""
+def _line(x: Array, estimates: Sequence[Estimate], scale: float = 1.0, **style: Any) -> Line:
+    """Return estimates over ``scale``, with their intervals."""
     rows = np.array([(estimate.value, estimate.low, estimate.high) for estimate in estimates]) / scale
-    return dict(zip(("y", "low", "high"), rows.T, strict=True))
+    y, low, high = rows.T
+    return Line(x=x, y=y, low=low, high=high, **style)
 
 
-def pooled(error: LengthReweightingError, colour: str) -> list[Level]:
-    """Return a pooled LRE with its interval, and below it what chance alone gives."""
-    return [Level(value=error.mean, low=error.mean_interval[0], high=error.mean_interval[1], colour=colour,
-                  dashed=False), Level(value=error.null_mean)]  # fmt: skip
+def _alone(value: float) -> Estimate:
+    return Estimate(value=value, low=math.nan, high=math.nan)
+
+
+def _pooled(error: LengthReweightingError) -> Estimate:
+    low, high = error.mean_interval
+    return Estimate(value=error.mean, low=low, high=high)
+
+
+def pooled(error: LengthReweightingError) -> list[tuple[str, Estimate]]:
+    """Return a pooled LRE with its interval, and what chance alone gives."""
+    return [(GREEN, _pooled(error)), (EDGE, _alone(error.null_mean))]
 
 
 def beyond(records: Records, band: ClipBand | None) -> Array:
@@ -69,26 +81,23 @@ def beyond(records: Records, band: ClipBand | None) -> Array:
 
 def scatter(records: Records, band: ClipBand | None) -> Spec:
     """Return S against √L with the band; what lies outside the picture is a triangle at its edge."""
-    limit, shown = _scatter_limit(records, band), records.thinned(_CLOUD)
-    groups = {}
-    for of, label, colour in (
-        (lambda one: ~one.out_of_band & ~one.clipped, "inside", BLUE),
-        (lambda one: one.out_of_band & ~one.clipped, "outside, kept", GREEN),
-        (lambda one: one.clipped, "clipped", ORANGE),
-    ):
-        some = shown.select(of(shown))
-        points = zip(some.length, some.log_ratio_sum, strict=True)
-        groups[f"{label} {of(records).sum():,}"] = colour, [{"x": x, "y": y} for x, y in points]
-    longest, edges = float(records.length.max()), []
+    shown, longest, edges = records.thinned(_CLOUD), float(records.length.max()), []
+    everything, some = (np.where(one.clipped, 2, one.out_of_band) for one in (records, shown))
+    points = [
+        Line(
+            label=f"{label} {(everything == kind).sum():,}",
+            colour=colour,
+            x=shown.length[some == kind],
+            y=shown.log_ratio_sum[some == kind],
+        )
+        for kind, label, colour in ((0, "inside", BLUE), (1, "outside, kept", GREEN), (2, "clipped", ORANGE))
+    ]
     if band is not None:
         grid = torch.linspace(0.0, 1.0, 60).square() * longest
-        x = grid.numpy()
-        edges = [
-            Line(label=name, colour=BLUE, x=x, y=edge.numpy())
-            for name, edge in zip(("low", "high"), band.bounds(grid), strict=True)
-        ]
-    x_axis: Spec = {"title": "response length L (tokens, spaced as √L)", "scale": {"type": "sqrt"}}
-    return cloud(groups, edges, x_axis, {"title": "S (nats)", "scale": {"domain": [-limit, limit]}}, limit)
+        bounds = zip(("low", "high"), band.bounds(grid), strict=True)
+        edges = [Line(label=end, colour=EDGE, x=grid.numpy(), y=edge.numpy()) for end, edge in bounds]
+    x: Spec = {"title": "response length L (tokens, spaced as √L)", "scale": {"type": "sqrt"}}
+    return cloud(points, edges, x, {"title": "S (nats)"}, _scatter_limit(records, band))
 
 
 def _scatter_limit(records: Records, band: ClipBand | None) -> float:
@@ -118,7 +127,7 @@ class LengthCurve:
     """Share outside the band over all lengths."""
 
 
-def choose_style(position: int) -> dict[str, str | bool]:
+def choose_style(position: int) -> dict[str, Any]:
     """Return the colour, and whether it is dashed, of the run at this position."""
     return {"colour": COLOURS[position % len(COLOURS)], "dashed": position // len(COLOURS) % 2 == 1}
 
@@ -131,26 +140,23 @@ def by_length(runs: Sequence[LengthCurve], *, relative: bool = False) -> Spec:
         scale = curve.overall if relative else 1.0
         if curve.bins and scale > 0:
             lengths = np.array([(bin.low * bin.high) ** 0.5 for bin in curve.bins])
-            ends = _columns([wilson_interval(bin.out_of_band, bin.records) for bin in curve.bins], scale)
-            lines.append(Line(label=curve.label, x=lengths, **ends, **choose_style(position)))
+            found = [wilson_interval(bin.out_of_band, bin.records) for bin in curve.bins]
+            lines.append(_line(lengths, found, scale, label=curve.label, **choose_style(position)))
     if relative:
         y = axis("outside, over the run's own rate", zero=True)
-        return chart(lines, LENGTH, y, levels=[Level(value=1.0)], bars=True)
-    return chart(lines, LENGTH, axis("outside the band", share=True), bars=True)
+        return chart(lines, LENGTH, y, [(EDGE, _alone(1.0))])
+    return chart(lines, LENGTH, axis("outside the band", share=True))
 
 
 def length_errors(errors: Sequence[tuple[str, LengthReweightingError]]) -> Spec:
-    """Return the pooled LRE of every run, by its label, with its interval, on its own null floor."""
+    """Return the pooled LRE of every run, by its label, with its interval, and what chance alone gives it."""
+    found = [(at, label, error) for at, (label, error) in enumerate(errors) if np.isfinite(error.mean)]
     lines = [
-        Line(
-            label=label,
-            x=np.array([label]),
-            **{name: np.array([at]) for name, at in zip(("y", "low", "high"), (error.mean, *error.mean_interval))},
-            floor=error.null_mean,
-            **choose_style(position),
-        )
-        for position, (label, error) in enumerate(errors)
-        if np.isfinite(error.mean)
-    ]  # fmt: skip
-    x: Spec = {"title": None, "axis": {"labelAngle": -30}}
-    return chart(lines, x, axis("pooled LRE", zero=True), joined=False, bars=True)
+        _line(np.array([label]), [_pooled(error)], label=label, **choose_style(at))
+        for at, label, error in found
+    ]
+    names, floors = (
+        np.array(column) for column in zip(*((n, e.null_mean) for _, n, e in found), strict=True)
+    )
+    lines.append(Line(label="by chance", colour=GREY, x=names, y=floors))
+    return chart(lines, {"title": None, "axis": {"labelAngle": -30}}, axis("pooled LRE", zero=True))

@@ -106,9 +106,7 @@ def browsed(folder: Path, ends: Sequence[Mapping[str, Any]]) -> list[Answered]:
     kept = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _STEPS)).round().astype(int))
     numbered = [steps[sorted(steps)[at]] for at in kept]
     found = {
-        key: Answered(
-            prompt=shortened(key[0], 400), responses=[one[key] for one in numbered if key in one]
-        )
+        key: Answered(prompt=shortened(key[0], 400), responses=[one[key] for one in numbered if key in one])
         for key in numbered[0]
         if key in numbered[-1]
     }
