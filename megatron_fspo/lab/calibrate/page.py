@@ -136,7 +136,7 @@ def _rates(noisy: Sequence[NoiseRecord]) -> Spec:
         y, low, high = (np.array([at.clip_rate[i] or 0.0 for at in record.by_length]) for i in range(3))
         at = np.array([at.length for at in record.by_length])
         lines.append(Line(label=_label(record), colour=colour, x=at, y=y, low=low, high=high))
-    return chart(lines, LENGTH, axis("outside by noise alone", share=True, top=1.0))
+    return chart(lines, LENGTH, axis("outside by noise alone", share=True))
 
 
 def _spread(noisy: Sequence[NoiseRecord], longest: int) -> Spec:

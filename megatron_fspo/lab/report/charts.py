@@ -19,15 +19,15 @@ from megatron_fspo.lab.report.history import Array, Series
 Spec = dict[str, Any]
 """A specification in Vega-Lite, or a part of one."""
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7c8493"
-YELLOW, SKY = "#c98a00", "#56b4e9"
-"""Okabe and Ito's yellow is a little darker here: theirs is lost on white."""
-COLOURS = (BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, GREY)
-"""Of lines side by side, the first ones first."""
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, "#c98a00", "#56b4e9", GREY)
+"""Of lines side by side, in this order; Okabe and Ito's yellow is darker here, as theirs is lost on white."""
 TEXT, AXIS = "var(--figure-text, #374151)", "var(--figure-axis, #9ca3af)"
 GRID, EDGE = "var(--figure-grid, #e5e7eb)", "var(--figure-edge, #111827)"
 STEP: Spec = {"title": "step", "axis": {"tickMinStep": 1, "format": ",d"}}
 LENGTH: Spec = {"title": "response length L (tokens)", "scale": {"type": "log", "base": 2, "nice": False}}
+SMOOTHED, PLAIN, HELD = range(3)
 _DASHES = [5, 3]
+_DOT = {"type": "point", "filled": True, "opacity": 1}
 _SHOWN: Spec = {"filter": {"param": "shown", "empty": False}}
 _MOST = 300
 """Points of a line: of a longer one each is the mean of a stretch, within its extremes."""
@@ -75,10 +75,9 @@ class Line:
     """Lower ends of the intervals of ``y``, if it has any; NaN where one has none."""
     high: Array | None = None
     dashed: bool = False
-    smoothed: bool = True
-    """Whether the page may smooth it."""
-    held: bool = False
-    """True for a setting, which stays as it is until a step changes it: drawn in steps, and not smoothed."""
+    kind: int = SMOOTHED
+    """``SMOOTHED`` as the page says; ``PLAIN``; or ``HELD``, a setting, which stays as it is until a step
+    changes it."""
 
     @classmethod
     def over_steps(cls, series: Series, *ends: Series, **style: Any) -> Line:
@@ -90,21 +89,21 @@ class Line:
     def rows(self, most: int = _MOST) -> Iterator[Spec]:
         """Yield at most so many rows: label, x and y, and low and high where there are any."""
         count, low, high = len(self.x), self.low, self.high
-        if count > most and not self.held and low is None:
+        if count > most and self.kind != HELD and low is None:
             low = high = self.y
         for rows in np.array_split(np.arange(count), min(most, count)) if count else []:
-            y = self.y[rows[-1]] if self.held else _over(self.y[rows], np.mean)
-            row = {"line": self.label, "x": self.x[rows[-1]], "y": y}
+            y = self.y[rows[-1]] if self.kind == HELD else _over(self.y[rows], np.mean)
+            row = {"line": self.label, "x": self.x[rows[-1]], "y": y, "kind": self.kind}
             if low is not None and high is not None:
                 row |= {"low": _over(low[rows], np.min), "high": _over(high[rows], np.max)}
-            row |= {} if self.smoothed and not self.held else {"held": self.held}
             yield {name: _json(value) for name, value in row.items()}
 
 
-def axis(title: str, *, share: bool = False, top: float | None = None, zero: bool = False) -> Spec:
+def axis(title: str, *, share: bool = False, zero: bool = False) -> Spec:
     """Return an axis along y; a share is in percent from 0."""
-    scale = {"zero": share or zero} | ({} if top is None else {"domainMax": top})
-    return {"title": title, "scale": scale} | ({"axis": {"format": ".3~%"}} if share else {})
+    return {"title": title, "scale": {"zero": share or zero}} | (
+        {"axis": {"format": ".3~%"}} if share else {}
+    )
 
 
 def chart(lines: Sequence[Line], x: Spec, y: Spec, levels: Sequence[tuple[str, Estimate]] = ()) -> Spec:
@@ -115,7 +114,7 @@ def chart(lines: Sequence[Line], x: Spec, y: Spec, levels: Sequence[tuple[str, E
     """
     over_steps, rows = x is STEP, [row for line in lines for row in line.rows()]
     joined = all(line.x.dtype.kind in "iuf" for line in lines)
-    along = {"field": "x", "type": "quantitative" if joined else "nominal"} | x
+    along: Spec = {"field": "x", "type": "quantitative" if joined else "nominal"} | x
     along |= {"scale": x.get("scale") or {"zero": False, "nice": False}} if joined else {"sort": None}
     base: Spec = {"x": along, "color": _colours(lines)}
     if not joined and any(len(line.x) > 1 for line in lines):
@@ -131,19 +130,23 @@ def chart(lines: Sequence[Line], x: Spec, y: Spec, levels: Sequence[tuple[str, E
         dashes = [_DASHES if line.dashed else [1, 0] for line in lines]
         legend = base["color"]["legend"]
         base |= {"strokeDash": {"field": "line", "scale": _scale(lines, dashes), "legend": legend}}
-    for name, only, style in (
-        ("y", "datum.held == null", {"opacity": 0.3, "strokeWidth": 1}),
-        ("mean", "!datum.held", {"strokeWidth": 1.8}),
-        ("mean", "datum.held", {"strokeWidth": 1.8, "interpolate": "step-after"}),
+    for name, kinds, style in (
+        ("y", {SMOOTHED}, {"opacity": 0.3, "strokeWidth": 1}),
+        ("mean", {SMOOTHED, PLAIN}, {"strokeWidth": 1.8}),
+        ("mean", {HELD}, {"strokeWidth": 1.8, "interpolate": "step-after"}),
     ):
-        if joined and (over_steps or only == "!datum.held"):
+        if joined and kinds & {line.kind for line in lines} and (over_steps or name == "mean"):
+            only = {"filter": {"field": "kind", "oneOf": [*kinds]}}
             encoding = base | {"y": _across(name, across)}
-            mark = {"type": "line", **style}
-            marks.append({"mark": mark, "transform": [{"filter": only}], "encoding": encoding})
+            marks.append({"mark": {"type": "line", **style}, "transform": [only], "encoding": encoding})
     titles = {"line": " ", "x": x["title"] or " ", "y": y["title"], "low": "low", "high": "high"}
-    marks.append(_points(dots, [*titles.items()][: 5 if any("low" in row for row in rows) else 3]))
-    marks[-1]["encoding"]["size"]["value"] = 28 if len(rows) <= 60 * len(lines) else 0
-    marks[-1]["params"] += [_toggles(line.label for line in lines), *([_zoom("x")] if joined else [])]
+    dots["tooltip"] = _tooltip([*titles.items()][: 5 if any("low" in row for row in rows) else 3])
+    near = {"condition": {"param": "near", "empty": False, "value": 70}}
+    dots["size"] = {**near, "value": 28 if len(rows) <= 60 * len(lines) else 0}
+    nearest = {"type": "point", "on": "pointerover", "nearest": True, "clear": "pointerout"}
+    selections = [{"name": "near", "select": nearest}, _toggles(line.label for line in lines)]
+    selections += [_zoom("x")] if joined else []
+    marks.append({"mark": _DOT, "params": selections, "encoding": dots})
     bound = (("smoothing", 0), ("logarithmic", "linear")) if over_steps else ()
     params = [{"name": name, "value": value, "bind": {"element": f"#{name}"}} for name, value in bound]
     data = {"data": {"values": rows}, "transform": [*_computed(over_steps)]}
@@ -211,17 +214,6 @@ def _colours(lines: Sequence[Line]) -> Spec:
     return {"field": "line", "scale": _scale(lines, [line.colour for line in lines]), "legend": legend}
 
 
-def _points(encoding: Spec, titles: Sequence[tuple[str, str]]) -> Spec:
-    """Return the points of a chart; the nearest one is larger, and tells its values."""
-    near = {"select": {"type": "point", "on": "pointerover", "nearest": True, "clear": "pointerout"}}
-    size: Spec = {"condition": {"param": "near", "empty": False, "value": 70}}
-    return {
-        "mark": {"type": "point", "filled": True, "opacity": 1},
-        "params": [{"name": "near", **near}],
-        "encoding": encoding | {"size": size, "tooltip": _tooltip(titles)},
-    }
-
-
 def _tooltip(titles: Sequence[tuple[str, str]]) -> list[Spec]:
     number = {"type": "quantitative", "format": ".4~g"}
     return [
@@ -233,12 +225,8 @@ def _tooltip(titles: Sequence[tuple[str, str]]) -> list[Spec]:
 def _toggles(labels: Iterable[str]) -> Spec:
     """Return the selection of the labels that are shown, which a click into the legend changes."""
     select = {"type": "point", "fields": ["line"], "toggle": "true"}
-    return {
-        "name": "shown",
-        "select": select,
-        "bind": "legend",
-        "value": [{"line": label} for label in labels],
-    }
+    shown = [{"line": label} for label in labels]
+    return {"name": "shown", "select": select, "bind": "legend", "value": shown}
 
 
 def _zoom(*axes: str) -> Spec:
@@ -254,7 +242,7 @@ def _computed(over_steps: bool) -> Iterator[Spec]:
     frame = [{"signal": "-smoothing"}, {"signal": "+smoothing"}] if over_steps else [0, 0]
     mean = {"op": "mean", "field": "y", "as": "smooth"}
     yield {"window": [mean], "frame": frame, "groupby": ["line"], "sort": [{"field": "x"}]}
-    yield {"calculate": "datum.held != null || datum.y == null ? datum.y : datum.smooth", "as": "mean"}
+    yield {"calculate": "datum.kind > 0 || datum.y == null ? datum.y : datum.smooth", "as": "mean"}
     yield from _places(("mean", "y", "low", "high"), over_steps)
 
 

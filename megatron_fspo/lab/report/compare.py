@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.evaluation.tables import number
+from megatron_fspo.evaluation.tables import number, with_interval
 from megatron_fspo.lab.report import pictures
-from megatron_fspo.lab.report.charts import STEP, Line, Spec, axis, chart
+from megatron_fspo.lab.report.charts import PLAIN, STEP, Line, Spec, axis, chart
 from megatron_fspo.lab.report.figures import ABSENT, TAIL, WINDOW, RunData, in_words, machines
 from megatron_fspo.lab.report.history import clip_rates, overall_rates
 from megatron_fspo.lab.report.html import render_page
@@ -88,13 +88,13 @@ def figures(data: RunData) -> dict[str, str]:
     """Return the numbers of a run by name, of its last steps by default; the same names for every run."""
     lre, measured, band = data.lre, data.exponent, data.band()
     seconds = data.history.series("timing_s/step")
-    pooled = f"{_with_interval(lre.mean, *lre.mean_interval, '.3f')}, by chance {lre.null_mean:.3f}"
+    pooled = f"{with_interval(lre.mean, *lre.mean_interval, '.3f')}, by chance {lre.null_mean:.3f}"
     exponent = ABSENT
     if not isinstance(measured, str):
-        exponent = _with_interval(measured.value, *measured.interval, ".2f")
+        exponent = with_interval(measured.value, *measured.interval, ".2f")
     gained, change = ABSENT, data.change
     if change is not None and change.interval is not None:
-        gained = _with_interval(change.after - change.before, *change.interval, ".3f")
+        gained = with_interval(change.after - change.before, *change.interval, ".3f")
     last = {
         name: number(data.history.series(metric).last(WINDOW), form, ABSENT)
         for name, metric, form in (
@@ -164,7 +164,7 @@ def _pictures(runs: Sequence[ComparedRun], lengths: Sequence[LengthCurve]) -> It
         if lines := [Line.over_steps(series, **style) for series, style in found if series]:
             yield name, chart(lines, STEP, axis(unit, share=unit == "share"))
     named = [(history, history.evaluation(), style) for history, style in styled]
-    if lines := [with_ends(one, name, smoothed=False, **style) for one, name, style in named if name]:
+    if lines := [with_ends(one, name, kind=PLAIN, **style) for one, name, style in named if name]:
         yield "evaluation", chart(lines, STEP, axis("mean reward"))
     if any(curve.bins for curve in lengths):
         yield "by_length", pictures.by_length(lengths)
@@ -188,13 +188,7 @@ def _evaluated(data: RunData, at: int) -> str:
         return ABSENT
     series = (data.history.series(f"{name}{end}") for end in ("", "/low", "/high"))
     value, low, high = (float(line.values[at]) if len(line) else math.nan for line in series)
-    return _with_interval(value, low, high, ".3f")
-
-
-def _with_interval(value: float, low: float, high: float, form: str) -> str:
-    """Return the value, and its interval where there is one."""
-    interval = f" ({low:{form}} to {high:{form}})" if math.isfinite(low + high) else ""
-    return number(value, form, ABSENT) + interval
+    return with_interval(value, low, high, ".3f", ABSENT)
 
 
 def _letters(position: int) -> str:

@@ -206,13 +206,6 @@ def headlines(data: RunData) -> Iterator[Headline]:
             note=f"95% interval {low:.3f} to {high:.3f}; null floor {data.lre.null_mean:.3f}; "
             f"{len(data.pool):,} records, evenly over all steps",
         )
-        signed = data.signed["length"]
-        low, high = signed.mean_interval
-        yield Headline(
-            name="LRE pooled, clipped",
-            last=f"{signed.mean:.3f}",
-            note=f"of the responses whose gradient the clip removes; 95% interval {low:.3f} to {high:.3f}",
-        )
     if len(data.pool):
         yield _exponent(data)
     if mismatch := series("rollout/logprob_abs_diff/mean"):

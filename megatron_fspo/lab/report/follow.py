@@ -14,8 +14,6 @@ from megatron_fspo.lab.report.page import render_report
 from megatron_fspo.record.rows import METRICS
 
 _HOST = "127.0.0.1"
-_SECONDS = 2
-"""After which a browser asks for a page again that is not there yet."""
 _RELOAD = """<script>
 const look = () => fetch("/written").then(one => one.text());
 setInterval(() => look().then(at => at === "{at}" || location.reload(), () => 0), 5000);
@@ -97,5 +95,5 @@ def report_server(folder: Path, port: int) -> ThreadingHTTPServer:
 
 
 def _line(words: str) -> str:
-    """Return a page with one line, which a browser loads again."""
-    return f'<!doctype html><meta http-equiv="refresh" content="{_SECONDS}"><p>{html.escape(words)}'
+    """Return a page with one line, which a browser loads again after 2 seconds."""
+    return f'<!doctype html><meta http-equiv="refresh" content="2"><p>{html.escape(words)}'

@@ -13,19 +13,8 @@ import numpy as np
 
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.evaluation.intervals import Estimate
-from megatron_fspo.lab.report import figures, pictures
-from megatron_fspo.lab.report.charts import (
-    BLUE,
-    COLOURS,
-    GREEN,
-    ORANGE,
-    STEP,
-    Line,
-    Spec,
-    as_svg,
-    axis,
-    chart,
-)
+from megatron_fspo.lab.report import charts, figures, pictures
+from megatron_fspo.lab.report.charts import BLUE, STEP, Line, Spec, axis, chart
 from megatron_fspo.lab.report.figures import TAIL, WINDOW, RunData
 from megatron_fspo.lab.report.history import History, Records, clip_rates, overall_rates, read_records
 from megatron_fspo.lab.report.html import render_page
@@ -33,8 +22,6 @@ from megatron_fspo.lab.report.samples import browsed
 from megatron_fspo.objective import ClipBand
 from megatron_fspo.record.rows import ROUTERS, rows_from_end
 
-_NEWEST = 100
-"""Rows of metrics in which the band that trackers draw is looked for."""
 _CURVES = {
     "clip_rate": "share; fspo/out_of_band outside, fspo/clip_low clipped low, fspo/clip_high clipped high, "
     "fspo/dual_clip_frac dual clip, fspo/noise_clip_rate expected of noise",
@@ -57,14 +44,7 @@ _CURVES = {
 }
 """Picture → unit; metric and label of each line."""
 _SETTINGS = {"fspo/c_low", "fspo/c_high", "fspo/exponent"}
-_DASHED = {"fspo/c_low", "fspo/c_high", "fspo/noise_clip_rate", "fspo/lre_null"}
-_SIGNED = {
-    "length": "between lengths",
-    "within_sign": "between lengths, among responses whose advantages have one sign",
-    "within_update": "between lengths, within one optimizer step of a rollout",
-    "sign": "between positive and negative advantages",
-    "update": "between the optimizer steps of a rollout",
-}
+_CHANCE = {"fspo/noise_clip_rate", "fspo/lre_null"}
 
 
 def write_report(folder: Path) -> Path:
@@ -83,27 +63,24 @@ def render_report(folder: Path) -> str:
     """
     data = RunData(folder)
     tail, last, band = data.records.tail(TAIL, WINDOW), data.records.tail(0.0, 1), data.band()
-    charts = _learning(data.history) | _metrics(data)
+    drawn = _learning(data.history) | _metrics(data)
     if load := next(rows_from_end(folder / ROUTERS), None):
-        charts["expert_load"] = pictures.expert_load(np.array(load["load"]))
-    charts |= _by_length(tail, last, band) if len(last) else {}
-    window = figures.disjoint(len(data.steps))
+        drawn["expert_load"] = pictures.expert_load(np.array(load["load"]))
+    drawn |= _by_length(tail, last, band) if len(last) else {}
     return render_page(
         Path(__file__).with_name("page.html"),
-        charts,
+        drawn,
         data=data,
         config=data.config,
         facts=figures.facts(data),
         changed=figures.changed_keys(data.config),
-        spans=(_span(data.steps[:window]), _span(data.steps[-window:])),
+        window=figures.disjoint(len(data.steps)),
         headlines=list(figures.headlines(data)),
         smoothing=smoothing(len(data.steps)),
         tail=tail,
         by_length=clip_rates(tail) if len(tail) else [],
         last=last,
-        beyond=np.sort(np.abs(last.log_ratio_sum[pictures.beyond(last, band)])),
         phases=figures.phases(data.history),
-        signed=[(words, data.signed[name]) for name, words in _SIGNED.items()],
         samples=browsed(folder, data.samples),
         config_text=(folder / "config.toml").read_text(encoding="utf-8"),
     )
@@ -120,9 +97,9 @@ def fairness_pictures(folder: Path) -> dict[str, str]:
     records = read_records(folder)
     if not len(records):
         return {}
-    band = figures.band_at_end(load_config(folder / "config.toml"), History(folder, newest=_NEWEST))
-    charts = _by_length(records.tail(TAIL, WINDOW), records.tail(0.0, 1), band)
-    return {name: as_svg(one) for name, one in charts.items()}
+    band = figures.band_at_end(load_config(folder / "config.toml"), History(folder, newest=100))
+    drawn = _by_length(records.tail(TAIL, WINDOW), records.tail(0.0, 1), band)
+    return {name: charts.as_svg(one) for name, one in drawn.items()}
 
 
 def _by_length(tail: Records, last: Records, band: ClipBand | None) -> dict[str, Spec]:
@@ -136,12 +113,6 @@ def _by_length(tail: Records, last: Records, band: ClipBand | None) -> dict[str,
     return {**rates, "scatter": pictures.scatter(last, band)}
 
 
-def _span(steps: list[int]) -> str:
-    if not steps:
-        return "no step"
-    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}–{steps[-1]}"
-
-
 def with_ends(history: History, name: str, **style: Any) -> Line:
     """Return a metric over the steps, with the 95% interval over prompts that the run logged."""
     return Line.over_steps(*(history.series(f"{name}{end}") for end in ("", "/low", "/high")), **style)
@@ -151,13 +122,13 @@ def _learning(history: History) -> dict[str, Spec]:
     rewards = [with_ends(history, "critic/rewards/mean", label="training", colour=BLUE)]
     if accuracy := history.evaluation():
         label = f"evaluation, {accuracy.rsplit('/', 1)[-1]}"
-        rewards.append(with_ends(history, accuracy, label=label, colour=ORANGE, smoothed=False))
-    charts = {"reward": chart(rewards, STEP, axis("reward"))}
+        rewards.append(with_ends(history, accuracy, label=label, colour=charts.ORANGE, kind=charts.PLAIN))
+    drawn = {"reward": chart(rewards, STEP, axis("reward"))}
     lengths = [history.series(f"response_length/{name}") for name in ("mean", "min", "max")]
     if lengths[0]:
         line = Line.over_steps(*lengths, label="mean; from the shortest to the longest", colour=BLUE)
-        charts["response_length"] = chart([line], STEP, axis("L (tokens)", zero=True))
-    return charts
+        drawn["response_length"] = chart([line], STEP, axis("L (tokens)", zero=True))
+    return drawn
 
 
 def _metrics(data: RunData) -> dict[str, Spec]:
@@ -167,13 +138,15 @@ def _metrics(data: RunData) -> dict[str, Spec]:
         levels["length_error"] = pictures.pooled(data.lre)
     if not isinstance(data.exponent, str):
         low, high = data.exponent.interval
-        levels["exponent"] = [(GREEN, Estimate(value=data.exponent.value, low=low, high=high))]
+        levels["exponent"] = [(charts.GREEN, Estimate(value=data.exponent.value, low=low, high=high))]
     for picture, words in _CURVES.items():
         unit, _, metrics = words.partition("; ")
         lines = []
-        for metric, colour in zip(metrics.split(", "), COLOURS, strict=False):
+        for metric, colour in zip(metrics.split(", "), charts.COLOURS, strict=False):
             name, _, label = metric.partition(" ")
-            style = {"label": label, "colour": colour, "dashed": name in _DASHED, "held": name in _SETTINGS}
+            kind = charts.HELD if name in _SETTINGS else charts.SMOOTHED
+            style = {"label": label, "dashed": name in _SETTINGS | _CHANCE, "kind": kind}
+            style["colour"] = charts.GREY if name in _CHANCE else colour
             if series := data.history.series(name):
                 lines.append(Line.over_steps(series, **style))
         if lines:

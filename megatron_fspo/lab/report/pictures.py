@@ -14,21 +14,8 @@ import numpy as np
 import torch
 
 from megatron_fspo.evaluation.intervals import Estimate, wilson_interval
-from megatron_fspo.lab.report.charts import (
-    BLUE,
-    COLOURS,
-    EDGE,
-    GREEN,
-    GREY,
-    LENGTH,
-    ORANGE,
-    Line,
-    Spec,
-    axis,
-    chart,
-    cloud,
-    heatmap,
-)
+from megatron_fspo.lab.report import charts
+from megatron_fspo.lab.report.charts import BLUE, EDGE, GREEN, LENGTH, ORANGE, Line, Spec, axis, chart
 from megatron_fspo.lab.report.history import Array, BinRates, Records
 from megatron_fspo.objective import ClipBand, LengthReweightingError
 
@@ -49,7 +36,7 @@ def rates_by(bins: Sequence[BinRates], overall: BinRates, x_label: str) -> Spec:
             found = [wilson_interval(getattr(bin, share), getattr(bin, of)) for bin in kept]
             lines.append(_line(np.array(names), found, label=label, colour=colour))
             levels.append((colour, _alone(getattr(overall, share))))
-    x: Spec = {"title": x_label, "axis": {"labelAngle": -30}}
+    x: Spec = {"title": x_label, "axis": {"labelAngle": -30, "labelOverlap": False}}
     return chart(lines, x, axis("share of sequences", share=True), levels)
 
 
@@ -74,11 +61,6 @@ def pooled(error: LengthReweightingError) -> list[tuple[str, Estimate]]:
     return [(GREEN, _pooled(error)), (EDGE, _alone(error.null_mean))]
 
 
-def beyond(records: Records, band: ClipBand | None) -> Array:
-    """Return [N] bool: the records that lie outside the scatter picture."""
-    return np.abs(records.log_ratio_sum) > _scatter_limit(records, band)
-
-
 def scatter(records: Records, band: ClipBand | None) -> Spec:
     """Return S against √L with the band; what lies outside the picture is a triangle at its edge."""
     shown, longest, edges = records.thinned(_CLOUD), float(records.length.max()), []
@@ -97,13 +79,11 @@ def scatter(records: Records, band: ClipBand | None) -> Spec:
         bounds = zip(("low", "high"), band.bounds(grid), strict=True)
         edges = [Line(label=end, colour=EDGE, x=grid.numpy(), y=edge.numpy()) for end, edge in bounds]
     x: Spec = {"title": "response length L (tokens, spaced as √L)", "scale": {"type": "sqrt"}}
-    return cloud(points, edges, x, {"title": "S (nats)"}, _scatter_limit(records, band))
+    return charts.cloud(points, edges, x, {"title": "S (nats)"}, _scatter_limit(records, band))
 
 
 def _scatter_limit(records: Records, band: ClipBand | None) -> float:
     """Return the largest |S| in the picture: 95% of the records, and the whole band with a margin."""
-    if not len(records):
-        return 1.0
     robust = float(np.quantile(np.abs(records.log_ratio_sum), 0.95))
     if band is None:
         return robust or 1.0
@@ -114,7 +94,7 @@ def _scatter_limit(records: Records, band: ClipBand | None) -> float:
 def expert_load(load: Array) -> Spec:
     """Return tokens of each expert [layers, experts] over the even load of its layer."""
     even = load / np.maximum(load.mean(1, keepdims=True), 1e-9)
-    return heatmap(even, "expert", "layer", "times the even load")
+    return charts.heatmap(even, "expert", "layer", "times the even load")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +109,8 @@ class LengthCurve:
 
 def choose_style(position: int) -> dict[str, Any]:
     """Return the colour, and whether it is dashed, of the run at this position."""
-    return {"colour": COLOURS[position % len(COLOURS)], "dashed": position // len(COLOURS) % 2 == 1}
+    round_, at = divmod(position, len(charts.COLOURS))
+    return {"colour": charts.COLOURS[at], "dashed": round_ % 2 == 1}
 
 
 def by_length(runs: Sequence[LengthCurve], *, relative: bool = False) -> Spec:
@@ -158,5 +139,9 @@ def length_errors(errors: Sequence[tuple[str, LengthReweightingError]]) -> Spec:
     names, floors = (
         np.array(column) for column in zip(*((n, e.null_mean) for _, n, e in found), strict=True)
     )
-    lines.append(Line(label="by chance", colour=GREY, x=names, y=floors))
-    return chart(lines, {"title": None, "axis": {"labelAngle": -30}}, axis("pooled LRE", zero=True))
+    lines.append(Line(label="by chance", colour=charts.GREY, x=names, y=floors))
+    return chart(
+        lines,
+        {"title": None, "axis": {"labelAngle": -30, "labelOverlap": False}},
+        axis("pooled LRE", zero=True),
+    )

@@ -46,8 +46,7 @@ class Answered:
     @property
     def change(self) -> float:
         """Difference of the rewards of the last and of the first."""
-        change: float = self.responses[-1]["reward"] - self.responses[0]["reward"]
-        return change
+        return float(self.responses[-1]["reward"] - self.responses[0]["reward"])
 
 
 def first_and_last_samples(folder: Path, history: History) -> list[dict[str, Any]]:
