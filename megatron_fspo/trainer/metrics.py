@@ -245,12 +245,8 @@ def rank_metrics(
     about ranks slow for several steps. ``tokens``: those of this rank's passes in this step. Collective."""
     world = dist.group.WORLD
     assert world is not None
-    mine = Pace(
-        policy.busy_seconds / max(tokens, 1),
-        groups.pp.rank(),
-        socket.gethostname(),
-        policy.backend.use(),
-    )
+    seconds = policy.busy_seconds / max(tokens, 1)
+    mine = Pace(seconds, groups.pp.rank(), socket.gethostname(), policy.backend.use())
     policy.busy_seconds = 0.0
     paces = gather_lists([mine], group=world)
     over = ratios(paces)
@@ -260,9 +256,7 @@ def rank_metrics(
         log.remind(f"slow ranks on {host}", state.step + 1, line)
     slowest = max(range(len(over)), key=over.__getitem__)
     uses = {name: [pace.use.get(name, math.nan) for pace in paces] for name in mine.use}
-    use = {
-        name: fmean(of_ranks) if "utilization" in name else max(of_ranks) for name, of_ranks in uses.items()
-    }
+    use = {name: (fmean if "utilization" in name else max)(values) for name, values in uses.items()}
     return {"perf/slowest_rank": float(slowest), "perf/slowest_rank_over_median": over[slowest], **use}
 
 

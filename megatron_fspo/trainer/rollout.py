@@ -201,8 +201,7 @@ def select(rollout: Rollout, groups: Sequence[int]) -> Rollout:
 
 
 def sampling_metrics(rollout: Rollout, *, environment: bool = False) -> dict[str, float]:
-    """Return metrics of rewards, advantages and lengths over all responses, in a pack or not; of the mean
-    reward its 95% interval over prompts, NaN with one prompt.
+    """Return metrics of rewards (the mean with its 95% interval), advantages and lengths over all responses.
 
     ``critic/zero_variance_groups`` is the share of groups whose advantages are all 0. With an environment:
     turns, rows, seconds of replies per trajectory, failures per turn, inserted share of tokens after prompts.
@@ -214,14 +213,13 @@ def sampling_metrics(rollout: Rollout, *, environment: bool = False) -> dict[str
         "response_length": rollout.lengths.double(),
         "prompt_length": rollout.prompt_lengths.double(),
     }
-    metrics = {}
+    metrics: dict[str, float] = {}
     for name, values in columns.items():
-        metrics[f"{name}/mean"] = values.mean().item()
-        metrics[f"{name}/max"] = values.max().item()
-        metrics[f"{name}/min"] = values.min().item()
+        found = {"mean": values.mean(), "max": values.max(), "min": values.min()}
+        metrics |= {f"{name}/{of}": value.item() for of, value in found.items()}
     half = t_half_width(rollout.rewards.view(-1, rollout.samples).mean(1).tolist())
-    for end, sign in (("low", -1), ("high", 1)):
-        metrics[f"critic/rewards/mean/{end}"] = metrics["critic/rewards/mean"] + sign * half
+    mean = metrics["critic/rewards/mean"]
+    metrics |= {"critic/rewards/mean/low": mean - half, "critic/rewards/mean/high": mean + half}
     metrics["response_length/clip_ratio"] = rollout.truncated.double().mean().item()
     metrics["critic/zero_variance_groups"] = (~rollout.has_variance).double().mean().item()
     if environment:
