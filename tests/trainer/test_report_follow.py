@@ -22,7 +22,7 @@ from megatron_fspo.cli import main
 from megatron_fspo.errors import InputError
 from megatron_fspo.lab.report.follow import report_server
 from megatron_fspo.lab.report.page import render_report
-from report_runs import make_config, write_run
+from report_runs import Page, make_config, write_run
 
 
 @pytest.fixture
@@ -65,7 +65,11 @@ def test_the_page_follows_the_run_and_is_drawn_once_for_each_step(tmp_path: Path
         file.write(json.dumps({**json.loads(rows[-1]), "step": 3}) + "\n" + '{"step": 4, "crit')
     text = get(port)[1]
     assert steps(text) == "3", "a row half written is none yet"
-    assert f'at === "{get(port, "/written")[1]}"' in text, "it is loaded again after the next step only"
+    reload = f'at === "{get(port, "/written")[1]}"'
+    assert [reload in script for script in Page(text).scripts][-1:] == [True], (
+        "again after the next step only"
+    )
+    assert sum(len(script) > 500_000 for script in Page(text).scripts) == 1, "Vega's script is whole"
 
 
 def test_the_first_answer_is_there_at_once_and_a_client_may_leave(

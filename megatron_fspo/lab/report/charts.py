@@ -32,7 +32,7 @@ _SHOWN: Spec = {"filter": {"param": "shown", "empty": False}}
 _MOST = 300
 """Points of a line: of a longer one each is the mean of a stretch, within its extremes."""
 _LOG = "logarithmic == 'log'"
-_NUMBER = "({0} == 0 || abs({0}) >= 1e-3 ? format({0}, ',.4~r') : format({0}, '.1~e'))"
+_NUMBER = "format(datum.value, datum.value == 0 || abs(datum.value) >= 1e-3 ? ',.4~r' : '.1~e')"
 _AXIS = {"domainColor": AXIS, "tickColor": AXIS, "gridColor": GRID, "labelColor": TEXT, "titleColor": TEXT}
 _LEGEND: Spec = {
     "orient": "top",
@@ -102,7 +102,7 @@ class Line:
 def axis(title: str, *, share: bool = False, zero: bool = False) -> Spec:
     """Return an axis along y; a share is in percent from 0."""
     return {"title": title, "scale": {"zero": share or zero}} | (
-        {"axis": {"format": ".3~%"}} if share else {}
+        {"axis": {"format": ".2~%"}} if share else {}
     )
 
 
@@ -258,8 +258,9 @@ def _across(name: str, y: Spec) -> Spec:
 
 def _log_axis(y: Spec) -> Spec:
     """Return the axis that shows logarithms as the numbers they are of, if the page says so."""
-    form, value = y.get("axis", {}).get("format"), f"({_LOG} ? pow(10, datum.value) : datum.value)"
-    label = f"format({value}, '{form}')" if form else _NUMBER.format(value)
+    form = y.get("axis", {}).get("format")
+    linear = f"format(datum.value, '{form}')" if form else _NUMBER
+    label = f"{_LOG} ? format(pow(10, datum.value), '{'.1~%' if form else ',.2~r'}') : {linear}"
     zero = {"expr": f"!({_LOG})"} if y["scale"].get("zero") else False
     return y | {"axis": {"labelExpr": label}, "scale": y["scale"] | {"zero": zero}}
 

@@ -65,7 +65,8 @@ def report_server(folder: Path, port: int) -> ThreadingHTTPServer:
         with lock:
             if (at := written()) != drawn["at"]:
                 try:
-                    text = render_report(folder).replace("</body>", _RELOAD.replace("{at}", at))
+                    page, _, end = render_report(folder).rpartition("</body>")  # Vega's script has one, too
+                    text = page + _RELOAD.replace("{at}", at) + end
                 except InputError as error:
                     text = _line(f"waiting for the run: {error}")
                 drawn.update(at=at, text=text)
