@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from megatron_fspo.errors import InputError
@@ -206,7 +207,10 @@ def test_a_job_records_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(machine_module.dist, "get_world_size", lambda: 2)
     assert cpu_name("processor\t: 0\nmodel name\t: Some CPU \nmodel name\t: another\n") == "Some CPU"
     assert cpu_name("model name :\n") != ""
-    found = machine(choose_backend("cpu", "local"))
+    found = machine(backend := choose_backend("cpu", "local"))
+    assert backend.use() == {
+        "perf/cpu_memory": pytest.approx(psutil.Process().memory_info().rss / 2**30, rel=0.1)
+    }
     assert found["processes"] == 2 and found["device"] == "CPU" and found["cpu"]
     assert {"Python", "torch", "megatron-fspo"} <= found["versions"].keys()
     config = make_config(tmp_path)
