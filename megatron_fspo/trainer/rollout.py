@@ -215,8 +215,9 @@ def sampling_metrics(rollout: Rollout, *, environment: bool = False) -> dict[str
     }
     metrics: dict[str, float] = {}
     for name, values in columns.items():
-        found = {"mean": values.mean(), "max": values.max(), "min": values.min()}
-        metrics |= {f"{name}/{of}": value.item() for of, value in found.items()}
+        metrics[f"{name}/mean"] = values.mean().item()
+        metrics[f"{name}/max"] = values.max().item()
+        metrics[f"{name}/min"] = values.min().item()
     half = t_half_width(rollout.rewards.view(-1, rollout.samples).mean(1).tolist())
     mean = metrics["critic/rewards/mean"]
     metrics |= {"critic/rewards/mean/low": mean - half, "critic/rewards/mean/high": mean + half}
