@@ -26,12 +26,12 @@ TRAIN = (
 )
 REPORT = {
     "Reward": "Six steps are too few to show a trend.",
-    "Clip rate": "Level is healthy. A rise towards 100% means steps too large for the band.",
+    "Clip rate": "A level curve is healthy. A rise towards 100% means that steps are too large for the band.",
     "Clip rate by length": "Flat is fair. A bin whose bar (95%) misses the dashed line is clipped too often "
     "or too rarely.",
     "Length Reweighting Error": "With the mean at the dashed floor, clipping depends on length no more than "
     "by chance.",
-    "S against √L": "The cloud should widen as the band (black) does.",
+    "S against √L": "The points should spread with length as the band (black) does.",
     "Noise σ̂ and width c": "c near 2σ̂ clips the tails ([How to choose c](choosing_c.md)).",
 }
 """Title in the report → what to look for."""
