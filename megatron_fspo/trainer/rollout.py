@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import TrainingError
+from megatron_fspo.evaluation.intervals import t_half_width
 from megatron_fspo.mcore.machine.backend import Backend
 from megatron_fspo.mcore.machine.sizes import shares_prompts
 from megatron_fspo.packing.batch import MicroBatches, Sequences, as_row, no_route, route_dtype
@@ -200,7 +201,7 @@ def select(rollout: Rollout, groups: Sequence[int]) -> Rollout:
 
 
 def sampling_metrics(rollout: Rollout, *, environment: bool = False) -> dict[str, float]:
-    """Return metrics of rewards, advantages and lengths over all responses, in a pack or not.
+    """Return metrics of rewards (the mean with its 95% interval), advantages and lengths over all responses.
 
     ``critic/zero_variance_groups`` is the share of groups whose advantages are all 0. With an environment:
     turns, rows, seconds of replies per trajectory, failures per turn, inserted share of tokens after prompts.
@@ -212,11 +213,14 @@ def sampling_metrics(rollout: Rollout, *, environment: bool = False) -> dict[str
         "response_length": rollout.lengths.double(),
         "prompt_length": rollout.prompt_lengths.double(),
     }
-    metrics = {}
+    metrics: dict[str, float] = {}
     for name, values in columns.items():
         metrics[f"{name}/mean"] = values.mean().item()
         metrics[f"{name}/max"] = values.max().item()
         metrics[f"{name}/min"] = values.min().item()
+    half = t_half_width(rollout.rewards.view(-1, rollout.samples).mean(1).tolist())
+    mean = metrics["critic/rewards/mean"]
+    metrics |= {"critic/rewards/mean/low": mean - half, "critic/rewards/mean/high": mean + half}
     metrics["response_length/clip_ratio"] = rollout.truncated.double().mean().item()
     metrics["critic/zero_variance_groups"] = (~rollout.has_variance).double().mean().item()
     if environment:
