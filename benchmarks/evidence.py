@@ -30,7 +30,6 @@ from matplotlib.ticker import PercentFormatter
 
 from machine import ROOT, cpu, options_of
 from megatron_fspo.evaluation.intervals import t_half_width
-from megatron_fspo.lab.report.drawing import length_axis
 from megatron_fspo.lab.report.history import History, Records
 from megatron_fspo.lab.sweep.file import Sweep, planned, read_sweep
 from megatron_fspo.lab.sweep.processes import make
@@ -172,8 +171,9 @@ def draw(records: Path, found: Mapping[str, Any], path: Path) -> None:
                 axes.fill_between(lengths, mean - reach, mean + reach, color=colour, alpha=0.13, lw=0)
                 label += f": LRE {error['value']:.3f}"
                 axes.plot(lengths, mean, color=colour, marker=marker, ms=5, lw=2.2, label=label)
-            length_axis(axes)
-            axes.set_title(title)
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:.0f}")
+            axes.set(xlabel="response length L (tokens)", title=title)
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         figure.axes[0].set(ylabel="share really clipped", ylim=(0, None))
         shown = figure.axes[0].get_legend_handles_labels()

@@ -7,6 +7,7 @@ The run is that of the page's first command; its config.toml, metrics.jsonl and 
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from megatron_fspo.lab.report.charts import as_svg
 from megatron_fspo.lab.report.page import write_report
 
 HERE = Path(__file__).parent
@@ -24,12 +26,12 @@ TRAIN = (
 )
 REPORT = {
     "Reward": "Six steps are too few to show a trend.",
-    "Clip rate": "Level is healthy. A rise towards 100% means steps too large for the band.",
+    "Clip rate": "A level curve is healthy. A rise towards 100% means that steps are too large for the band.",
     "Clip rate by length": "Flat is fair. A bin whose bar (95%) misses the dashed line is clipped too often "
     "or too rarely.",
     "Length Reweighting Error": "With the mean at the dashed floor, clipping depends on length no more than "
     "by chance.",
-    "S against √L": "The cloud should widen as the band (black) does.",
+    "S against √L": "The points should spread with length as the band (black) does.",
     "Noise σ̂ and width c": "c near 2σ̂ clips the tails ([How to choose c](choosing_c.md)).",
 }
 """Title in the report → what to look for."""
@@ -50,10 +52,14 @@ def name_of(title: str) -> str:
 
 def pictures_of(page: Path, titles: dict[str, str]) -> dict[str, str]:
     """File → svg of the page's figures with these titles."""
-    found = dict(re.findall(r'aria-label="([^"]+)">(<svg.*?</svg>)', page.read_text(encoding="utf-8"), re.S))
+    text = page.read_text(encoding="utf-8")
+    (data,) = re.findall(r'<script type="application/json" id="figures">(.*?)</script>', text)
+    figures = json.loads(data)
+    places = re.findall(r'id="([^"]+)" role="img" aria-label="([^"]+)"', text)
+    found = {title: figures[name] for name, title in places}
     # Outside of the page there is nothing behind the picture.
-    white = '<rect width="100%" height="100%" fill="#ffffff"/>'
-    return {name_of(title): found[title].replace(">", f">{white}", 1) for title in titles}
+    white = {name: {**one, "config": one["config"] | {"background": "white"}} for name, one in found.items()}
+    return {name_of(title): as_svg(white[title]) for title in titles}
 
 
 def draw() -> dict[str, str]:

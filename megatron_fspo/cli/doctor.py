@@ -24,7 +24,7 @@ _ANY_RUN = (
 _MODULES = {
     "": {name: name for name in _ANY_RUN}
     | {"megatron-core": "megatron", "tomli-w": "tomli_w", "huggingface-hub": "huggingface_hub"},
-    "lab": {"jinja2": "jinja2", "markupsafe": "markupsafe", "matplotlib": "matplotlib"},
+    "lab": {"jinja2": "jinja2", "markupsafe": "markupsafe", "vl-convert-python": "vl_convert"},
     "math": {"math-verify": "math_verify", "sympy": "sympy"},
     "gym": {"reasoning-gym": "reasoning_gym"},
 }

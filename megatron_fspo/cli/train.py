@@ -76,7 +76,7 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
         finished = train(inputs, resume=args.resume, draw=_draw if pages else None)
         if finished and os.environ.get("RANK", "0") == "0":
             folder = inputs.config.run_folder
-            report = _write_report(folder) if pages else missing_package("matplotlib")
+            report = _write_report(folder) if pages else missing_package("jinja2")
             print(
                 f"\ndone. The run is in {folder}/\n"
                 f"  checkpoint for transformers   {folder / 'hf'}\n"
@@ -100,7 +100,7 @@ def _write_report(folder: Path) -> Path:
 
 
 def _draw(folder: Path) -> Mapping[str, str]:
-    """Draw the plots of a run in progress. Imports matplotlib only when called."""
+    """Draw the plots of a run in progress. Imports what draws only when called."""
     from megatron_fspo.lab.report.page import fairness_pictures
 
     return fairness_pictures(folder)

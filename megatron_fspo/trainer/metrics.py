@@ -239,23 +239,19 @@ class Pace(NamedTuple):
     stage: int
     """Pipeline stage; only ranks of the same stage are compared, as stages have different work."""
     host: str
-    peak_bytes: int
-    """Peak GPU memory of tensors in the step, from torch's allocator; 0 on a CPU."""
+    use: Mapping[str, float]
+    """:meth:`Backend.use`."""
 
 
 def rank_metrics(
     policy: Policy, groups: ParallelGroups, state: State, log: RunLog, tokens: int
 ) -> dict[str, float]:
-    """Return the slowest rank, its slowness, and the peak memory of a GPU; warn about ranks that have been
-    slow for several steps. ``tokens`` are those of this rank's forward and backward passes. Collective."""
+    """Return the slowest rank, its slowness, the largest memory of a rank and the mean use of the GPUs; warn
+    about ranks slow for several steps. ``tokens``: those of this rank's passes in this step. Collective."""
     world = dist.group.WORLD
     assert world is not None
-    mine = Pace(
-        policy.busy_seconds / max(tokens, 1),
-        groups.pp.rank(),
-        socket.gethostname(),
-        policy.backend.peak_memory(),
-    )
+    seconds = policy.busy_seconds / max(tokens, 1)
+    mine = Pace(seconds, groups.pp.rank(), socket.gethostname(), policy.backend.use())
     policy.busy_seconds = 0.0
     paces = gather_lists([mine], group=world)
     over = ratios(paces)
@@ -264,9 +260,9 @@ def rank_metrics(
     for host, line in lines(state.slow_for, over, paces).items():
         log.remind(f"slow ranks on {host}", state.step + 1, line)
     slowest = max(range(len(over)), key=over.__getitem__)
-    peak = max(pace.peak_bytes for pace in paces)
-    memory = {"perf/gpu_memory_peak": peak / 2**30} if peak else {}
-    return {"perf/slowest_rank": float(slowest), "perf/slowest_rank_over_median": over[slowest], **memory}
+    uses = {name: [pace.use.get(name, math.nan) for pace in paces] for name in mine.use}
+    use = {name: (fmean if "utilization" in name else max)(values) for name, values in uses.items()}
+    return {"perf/slowest_rank": float(slowest), "perf/slowest_rank_over_median": over[slowest], **use}
 
 
 def ratios(paces: Sequence[Pace]) -> list[float]:

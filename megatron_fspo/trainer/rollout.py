@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import TrainingError
+from megatron_fspo.evaluation.intervals import t_half_width
 from megatron_fspo.mcore.machine.backend import Backend
 from megatron_fspo.mcore.machine.sizes import shares_prompts
 from megatron_fspo.packing.batch import MicroBatches, Sequences, as_row, no_route, route_dtype
@@ -200,8 +201,8 @@ def select(rollout: Rollout, groups: Sequence[int]) -> Rollout:
 
 
 def sampling_metrics(rollout: Rollout, *, environment: bool = False, graded: bool = True) -> dict[str, float]:
-    """Return metrics of lengths, and if ``graded`` of rewards and advantages, over all responses, whether in
-    a pack or not.
+    """Return metrics of lengths, and if ``graded`` of rewards (the mean with its 95% interval) and advantages,
+    over all responses.
 
     ``critic/zero_variance_groups`` is the share of groups whose advantages are all 0. With an environment:
     turns, rows, seconds of replies per trajectory, failures per turn, inserted share of tokens after prompts.
@@ -211,13 +212,16 @@ def sampling_metrics(rollout: Rollout, *, environment: bool = False, graded: boo
         columns["critic/score"] = rollout.scores
         columns["critic/rewards"] = rollout.rewards
         columns["critic/advantages"] = rollout.advantages
-    metrics = {}
+    metrics: dict[str, float] = {}
     for name, values in columns.items():
         metrics[f"{name}/mean"] = values.mean().item()
         metrics[f"{name}/max"] = values.max().item()
         metrics[f"{name}/min"] = values.min().item()
     if not graded:
         return metrics
+    half = t_half_width(rollout.rewards.view(-1, rollout.samples).mean(1).tolist())
+    mean = metrics["critic/rewards/mean"]
+    metrics |= {"critic/rewards/mean/low": mean - half, "critic/rewards/mean/high": mean + half}
     metrics["response_length/clip_ratio"] = rollout.truncated.double().mean().item()
     metrics["critic/zero_variance_groups"] = (~rollout.has_variance).double().mean().item()
     if environment:

@@ -1,5 +1,6 @@
 """Synthetic run folders, made by the real log, and a reader of the page."""
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ LEARNING = {"Reward", "Response length"}
 RATES = {"Clip rate", "Length Reweighting Error"}
 BY_SEQUENCE = {"Clip rate by length", "S against √L"}
 HEALTH = {"Exponent of S", "Noise σ̂ and width c", "KL to the rollout policy", "Entropy", "Gradient norm"}
+HEALTH |= {"Responses cut at the limit", "Throughput"}
 
 
 def make_config(folder: Path, **sections: Mapping[str, Any]) -> Config:
@@ -54,6 +56,8 @@ def on_policy_metrics(step: int) -> dict[str, float]:
     """Every figure is a known function of the step."""
     return {
         "critic/rewards/mean": step / 100,
+        "critic/rewards/mean/low": step / 100 - 0.05,
+        "critic/rewards/mean/high": step / 100 + 0.05,
         "response_length/mean": 40.0 + step,
         "response_length/min": 4.0,
         "response_length/max": 100.0,
@@ -115,27 +119,30 @@ class Page(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.source = text
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.words: list[str] = []
+        self.scripts: list[str] = []
         self.feed(text)
+        self.styles = " ".join(re.findall(r"<style>.*?</style>", text, re.S))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
 
     def handle_data(self, data: str) -> None:
-        self.words.append(data)
+        (self.scripts if self.cdata_elem == "script" else self.words).append(data)
 
     @property
     def loads_nothing(self) -> bool:
-        """Nothing that runs, and only targets in the page itself."""
+        """It has only targets in the page itself, and the browser is told to ask no other host."""
         links = [attrs.get(name) or "#" for _, attrs in self.tags for name in ("src", "href", "xlink:href")]
-        links += re.findall(r"url\(['\"]?([^)]*)", self.source)
-        tags = {tag for tag, _ in self.tags}
+        links += re.findall(r"url\(['\"]?([^)]*)", self.styles)
+        (policy,) = [attrs["content"] or "" for _, attrs in self.tags if "http-equiv" in attrs]
         return (
-            not tags & {"script", "iframe", "img", "object", "embed"}
+            not {tag for tag, _ in self.tags} & {"iframe", "img", "object", "embed"}
             and all(link.startswith(("data:", "#")) for link in links)
-            and "@import" not in self.source
+            and "@import" not in self.styles
+            and policy.startswith("default-src 'none';")
+            and "http" not in policy
         )
 
     @property
@@ -143,11 +150,24 @@ class Page(HTMLParser):
         return re.sub(r"\s+", " ", " ".join(self.words))
 
     @property
-    def pictures(self) -> set[str | None]:
-        """Titles of the pictures, each of which must hold a drawing."""
-        titles = {attrs["aria-label"] for _, attrs in self.tags if attrs.get("role") == "img"}
-        assert len(titles) == sum(tag == "svg" for tag, _ in self.tags)
-        return titles
+    def figures(self) -> dict[str, Any]:
+        """Title → specification of each figure: the page has a place for every one."""
+        places = {attrs["id"]: attrs["aria-label"] for _, attrs in self.tags if attrs.get("role") == "img"}
+        data = [script for script in self.scripts if script.startswith("{")]
+        figures = json.loads(data[0]) if data else {}
+        assert places.keys() == figures.keys()
+        return {str(places[name]): figure for name, figure in figures.items()}
+
+    @property
+    def pictures(self) -> set[str]:
+        """Titles of the figures, each of which must have data."""
+        for figure in self.figures.values():
+            assert all(layer["values"] for layer in _data(figure))
+        return set(self.figures)
+
+
+def _data(figure: dict[str, Any]) -> list[dict[str, Any]]:
+    return [one["data"] for one in (figure, *figure.get("layer", ())) if "data" in one]
 
 
 def read_page(path: Path) -> Page:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_fspo.lab.report import drawing, pictures
+from megatron_fspo.lab.report import pictures
 from megatron_fspo.lab.report.history import (
     Records,
     clip_rates,
@@ -36,8 +36,8 @@ def test_clip_rates_by_length_by_hand() -> None:
     assert (whole.low, whole.high, whole.out_of_band, whole.clipped) == (1, 12, 0.5, 2 / 6)
     (only,) = clip_rates(unclippable := records_from([3, 3], [True, False], [False, False], [0.0, 0.0]))
     assert (only.out_of_band, only.judged) == (0.5, 0) and math.isnan(only.clipped)
-    svg = pictures.rates_by([only], overall_rates(unclippable), "L")
-    assert "outside" in svg and "clipped" not in svg
+    drawn = pictures.rates_by([only], overall_rates(unclippable), "L")
+    assert {row["line"] for row in drawn["data"]["values"]} == {"outside"}
 
 
 def test_pooled_lre_by_hand() -> None:
@@ -73,27 +73,14 @@ def test_the_tail_of_the_records_is_the_last_steps() -> None:
     assert len(thinned) == 5 and (thinned[0], thinned[-1]) == (1, 20)
 
 
-def test_what_lies_beyond_the_scatter_is_counted() -> None:
+def test_what_lies_beyond_the_scatter_is_at_its_edge() -> None:
     sums = [0.01] * 97 + [5.0, -7.0, 0.02]
     records = records_from([4] * 100, [False] * 100, [False] * 100, [1.0] * 100, sums)
-    assert np.flatnonzero(pictures.beyond(records, band=None)).tolist() == [97, 98, 99]
-
-
-def test_running_mean_leaves_out_what_is_missing() -> None:
-    values = np.array([1.0, 2.0, 3.0, math.nan, 5.0, 60.0])
-    expected = [1.5, 2.0, 2.5, 4.0, 32.5, 32.5]
-    assert drawing.running_mean(values, 3).tolist() == pytest.approx(expected)
-    assert np.isnan(drawing.running_mean(np.array([math.nan] * 4), 3)).all()
-
-
-def test_thinning_keeps_spikes() -> None:
-    values = np.zeros(2000)
-    values[1234], values[777] = 100.0, -100.0
-    values[1235] = values[778] = math.nan
-    kept = drawing.thin(values, most=100)
-    assert len(kept) <= 100 and {1234, 777} <= set(kept.tolist())
-    assert (np.diff(kept) > 0).all()
-    assert drawing.thin(values[:100], most=100).tolist() == [*range(100)]
+    (cloud,) = pictures.scatter(records, band=None)["layer"]
+    assert sorted({row["y"] for row in cloud["data"]["values"]}) == [-7.0, 0.01, 0.02, 5.0]
+    low, high = cloud["encoding"]["y"]["scale"]["domain"]
+    assert (low, high) == pytest.approx((-0.01, 0.01)), "95% of the records"
+    assert f"datum.y > {high}" in str(cloud["encoding"]["shape"])
 
 
 def test_of_a_long_run_an_even_part_of_the_records_is_read(

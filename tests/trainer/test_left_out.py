@@ -125,6 +125,9 @@ def test_statistics_of_sampling_are_over_all_responses() -> None:
     rollout = make_rollout(prompts, 4, table, {})
     metrics = sampling_metrics(with_advantages(rollout, torch.tensor([[0.5, -0.5, 0, 0], [0.0] * 4])))
     assert metrics["critic/rewards/mean"] == 0.75 and metrics["response_length/mean"] == 3.5
+    # The means of the prompts are 1/2 and 1: t of one degree of freedom times their standard error, 1/4.
+    ends = [metrics[f"critic/rewards/mean/{end}"] for end in ("low", "high")]
+    assert ends == pytest.approx([0.75 - 12.706 / 4, 0.75 + 12.706 / 4], rel=1e-3)
     assert metrics["prompt_length/mean"] == 1.5 and metrics["critic/advantages/mean"] == 0
     # Of groups: a response at the mean of its group is in one that teaches.
     assert metrics["critic/zero_variance_groups"] == 0.5

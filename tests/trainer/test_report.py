@@ -2,21 +2,19 @@
 
 import json
 import math
-import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
-from matplotlib.figure import Figure
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.lab.report import drawing, pictures
+from megatron_fspo.lab.report import charts
 from megatron_fspo.lab.report.figures import exponent_by_step, machines, phases
 from megatron_fspo.lab.report.history import History, Series, pooled_lre, read_records
 from megatron_fspo.lab.report.page import write_report
-from megatron_fspo.lab.report.samples import before_after, shortened
+from megatron_fspo.lab.report.samples import browsed, shortened
 from megatron_fspo.mcore.machine.backend import choose_backend
 from megatron_fspo.record.log import RunLog
 from megatron_fspo.record.rows import read_rows
@@ -27,6 +25,7 @@ from report_runs import (
     HEALTH,
     LEARNING,
     RATES,
+    Page,
     job,
     make_config,
     read_page,
@@ -63,12 +62,16 @@ def test_the_page_has_the_numbers_and_pictures_of_the_run_and_loads_nothing(tmp_
 
     page = read_page(path)
     assert page.pictures == EVERY and page.loads_nothing
-    assert "fill: var(--figure-text, #374151)" in page.source
+    rewards, held = (rows_of(page, title) for title in ("Reward", "Noise σ̂ and width c"))
+    assert rewards["training"][4] == {"x": 5, "y": 0.05, "low": 0.0, "high": 0.1, "kind": charts.SMOOTHED}
+    assert [row["y"] for row in rewards["evaluation, mean@4"]] == [0.25, 0.5, 0.75]
+    assert {row["kind"] for row in held["c low"]} == {charts.HELD}
+    assert json.dumps(page.figures).count("http") == 0
     for words in (
-        "steps 1–5 and steps 16–20",
+        "the first and the last 5 of 20 steps",
         "c = 0.03 (low), 0.04 (high)",
         "some/model, float32",
-        "tensor = 2, sequence = true",
+        "parallel.sequence true",
         "320 records of steps 16 to 20",
         "Step 20, 64 records",
     ):
@@ -162,8 +165,9 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
     run = write_run(make_config(tmp_path, run={"steps": 50}), steps=50, count=900)
     path = write_report(run)
     assert "40,000 records, evenly over all steps" in table(path)["LRE pooled"][2]
-    assert path.stat().st_size < 1_000_000
-    assert "data:image/png;base64" in path.read_text(encoding="utf-8")  # the scatter is pixels
+    assert path.stat().st_size < 1_500_000
+    cloud = read_page(path).figures["S against √L"]["layer"][0]["data"]["values"]
+    assert len(cloud) == 900 and {name for row in cloud for name in row} == {"line", "x", "y", "kind"}
 
 
 def test_a_folder_without_a_run(tmp_path: Path) -> None:
@@ -203,7 +207,10 @@ def test_a_job_records_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(machine_module.dist, "get_world_size", lambda: 2)
     assert cpu_name("processor\t: 0\nmodel name\t: Some CPU \nmodel name\t: another\n") == "Some CPU"
     assert cpu_name("model name :\n") != ""
-    found = machine(choose_backend("cpu", "local"))
+    found = machine(backend := choose_backend("cpu", "local"))
+    assert backend.use() == {
+        "perf/cpu_memory": pytest.approx(psutil.Process().memory_info().rss / 2**30, rel=0.1)
+    }
     assert found["processes"] == 2 and found["device"] == "CPU" and found["cpu"]
     assert {"Python", "torch", "megatron-fspo"} <= found["versions"].keys()
     config = make_config(tmp_path)
@@ -220,31 +227,56 @@ def answers(step: int, *given: tuple[str, str, float]) -> list[dict[str, Any]]:
     return [{"step": step, **row} for row in rows]
 
 
-def test_responses_that_changed_come_first() -> None:
+def write_samples(folder: Path, *rows: dict[str, Any]) -> list[dict[str, Any]]:
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return list(rows)
+
+
+def test_responses_that_changed_come_first(tmp_path: Path) -> None:
     first = answers(0, ("p", "a", 0.0), ("q", "b", 1.0), ("r", "c", 1.0), ("p", "d", 0.0), ("gone", "", 0.0))
     middle = answers(2, ("p", "?", 1.0))
     last = answers(4, ("p", "A", 0.0), ("q", "B", 1.0), ("r", "C", 0.0), ("p", "D", 1.0))
-    found = before_after([*first, *middle, *last])
-    pairs = [(one.before["prompt"], one.before["parts"], one.after["parts"]) for one in found]
-    assert pairs == [
-        (prompt, [("wrote", before)], [("wrote", before.upper())])
-        for prompt, before in (("r", "c"), ("p", "d"), ("q", "b"), ("p", "a"))
+    write_samples(tmp_path, *first, *middle, *last)
+    found = browsed(tmp_path, [])
+    shown = [(one.prompt, [(row["step"], row["parts"][0][1]) for row in one.responses]) for one in found]
+    assert shown == [
+        ("r", [(0, "c"), (4, "C")]),
+        ("p", [(0, "d"), (4, "D")]),
+        ("q", [(0, "b"), (4, "B")]),
+        ("p", [(0, "a"), (2, "?"), (4, "A")]),
     ]
     assert [one.change for one in found] == [-1, 1, 0, 0]
-    assert before_after(first) == before_after([]) == []
-    assert before_after([*first, *answers(4, ("new", "", 0.0))]) == []
+    for few in ([], first, [*first, *answers(4, ("new", "", 0.0))]):
+        write_samples(tmp_path, *few)
+        assert browsed(tmp_path, []) == []
+
+
+def test_many_evaluations_are_thinned_and_keep_both_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [(f"p{number}", "text", 0.0) for number in range(50)]
+    rows = write_samples(tmp_path, *(row for step in range(40) for row in answers(step, *prompts)))
+    found = browsed(tmp_path, [])
+    steps = [row["step"] for row in found[0].responses]
+    assert len(found) == 20 and len(steps) == 12 and (steps[0], steps[-1]) == (0, 39)
+    monkeypatch.setattr("megatron_fspo.lab.report.samples._WHOLE", 10)
+    found = browsed(tmp_path, [*rows[:50], *rows[-50:]])
+    assert [row["step"] for row in found[0].responses] == [0, 39]
 
 
 def test_a_trajectory_is_shown_in_its_parts(tmp_path: Path) -> None:
     folder = write_run(make_config(tmp_path), steps=4, turns=[1, 2, 3, 4] * 16)
     parts = [["wrote", "I ask <b>"], ["inserted", "a tool"], ["context", "a summary"], ["wrote", "done"]]
     rows = [{**answers(step, ("p", "text", 0.0))[0], "parts": parts} for step in (0, 4)]
-    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_samples(folder, *rows)
     page = write_report(folder).read_text(encoding="utf-8")
     assert page.count('class="inserted" title') == page.count('class="context" title') == 2
     assert "I ask &lt;b&gt;" in page and "Clip rate by turns" in page and "Turns" in page
-    (pair,) = before_after([{**row, "parts": [["wrote", "x" * 9000]] * 90} for row in rows])
-    assert len(pair.after["parts"]) == 60 and sum(len(text) for _, text in pair.after["parts"]) < 10_000
+    assert {"data-step": "4", "data-end": None} in [attrs for _, attrs in Page(page).tags]
+    write_samples(folder, *({**row, "parts": [["wrote", "x" * 9000]] * 90} for row in rows))
+    (pair,) = browsed(folder, [])
+    last = pair.responses[-1]["parts"]
+    assert len(last) == 60 and sum(len(text) for _, text in last) < 10_000
 
 
 def test_long_texts_keep_both_ends() -> None:
@@ -271,16 +303,36 @@ def test_routers_have_pictures(tmp_path: Path) -> None:
     page = read_page(write_report(run))
     own = {"Load of the experts", "Busiest expert", "Entropy of the routers", "Flipped routes"}
     assert page.pictures == EVERY | own and page.loads_nothing
-    figure = Figure()
-    pictures.expert_load.__wrapped__(figure, np.array(lines[1]["load"]))  # type: ignore[attr-defined]
-    cells = figure.axes[0].collections[0].get_array()
-    assert cells is not None and cells.tolist() == [[2 / 3, 2, 4 / 3, 0], [1] * 4, [0] * 4]
+    cells = {
+        (row["y"], row["x"]): row["value"] for row in page.figures["Load of the experts"]["data"]["values"]
+    }
+    assert cells[0, 0] == pytest.approx(2 / 3, rel=1e-4) and [cells[0, x] for x in (1, 3)] == [2, 0]
+    assert [cells[1, x] for x in range(4)] == [1] * 4 and [cells[2, x] for x in range(4)] == [0] * 4
 
 
-def test_settings_are_drawn_in_steps() -> None:
-    series = Series(steps=np.arange(1, 41), values=np.array([0.03] * 20 + [0.05] * 20))
-    drawn = pictures.small([drawing.Line(series=series, label="c", colour=drawing.ORANGE, held=True)], "c")
-    (path,) = re.findall(r'<path d="([^"]*)"[^>]*stroke: #d55e00[^>]*stroke-width: 1.6', drawn)[:1]
-    points = [tuple(map(float, one)) for one in re.findall(r"[ML] (\S+) (\S+)", path)]
-    assert len({y for _, y in points}) == 2, "two levels, and nothing between them"
-    assert all(a[0] == b[0] or a[1] == b[1] for a, b in pairwise(points))
+def test_long_lines_are_means_of_stretches_and_settings_keep_their_levels() -> None:
+    values = np.array([0.03] * 2000 + [0.05] * 2000)
+    series = Series(steps=np.arange(1, 4001), values=values)
+    style = {"label": "c", "colour": charts.ORANGE}
+    held = list(charts.Line.over_steps(series, kind=charts.HELD, **style).rows())
+    assert len(held) == 300 and {row["y"] for row in held} == {0.03, 0.05} and held[-1]["x"] == 4000
+    values[1000] = 9.0
+    spiked = list(charts.Line.over_steps(series, **style).rows())
+    assert max(row["y"] for row in spiked) < 1 and max(row["high"] for row in spiked) == 9.0
+    ends = Series(steps=series.steps, values=values - 1), Series(steps=series.steps[:-1], values=values[1:])
+    assert charts.Line.over_steps(series, *ends, **style).low is None, "not every value has an interval"
+
+
+def test_a_figure_is_drawn_without_a_browser() -> None:
+    series = Series(steps=np.arange(1, 31), values=np.linspace(0.0, 1.0, 30))
+    lines = [charts.Line.over_steps(series, series, series, label="a <b>", colour=charts.BLUE)]
+    svg = charts.as_svg(charts.chart(lines, charts.STEP, charts.axis("reward")))
+    assert svg.startswith("<svg") and "a &lt;b&gt;" in svg and "<b>" not in svg and "http://www.w3.org" in svg
+
+
+def rows_of(page: Page, title: str) -> dict[str, list[dict[str, Any]]]:
+    """Label → rows of its line."""
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for row in page.figures[title]["data"]["values"]:
+        lines.setdefault(row.pop("line"), []).append(row)
+    return lines

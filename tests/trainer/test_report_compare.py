@@ -31,12 +31,14 @@ def test_the_page_has_both_runs(runs: tuple[Path, Path], capsys: pytest.CaptureF
     assert capsys.readouterr().out == f"{path}\n"
     page = read_page(path)
     assert len(page.pictures) == 8 and page.loads_nothing
+    shown = page.figures["Reward"]["layer"][-1]["params"][1]
+    assert shown["bind"] == "legend" and shown["value"] == [{"line": "A fspo"}, {"line": "B rloo"}]
     text = path.read_text(encoding="utf-8")
     rows = dict(re.findall(r'<th scope="row">(.*?)</th>(.*?)</tr>', text))
     cells = {name: re.findall(r"<td>(.*?)</td>", row) for name, row in rows.items()}
-    assert cells["Evaluation, last"] == ["0.500 (0.100 to 0.900)", "0.500"]
+    assert cells["Evaluation, last"] == ["0.500 [0.100, 0.900]", "0.500"]
     assert cells["Reward"] == ["0.040", "0.025"]
-    assert all(re.fullmatch(r"\d\.\d+ \(.* to .*\), by chance \d\.\d+", cell) for cell in cells["LRE pooled"])
+    assert all(re.fullmatch(r"\d\.\d+ \[.*, .*\], by chance \d\.\d+", cell) for cell in cells["LRE pooled"])
     assert cells["… of FSPO’s band"] == ["0.5", "–"]
     assert cells["loss.name"] == ["fspo", "rloo"]
     assert cells["run.seed"][1] == "7" and cells["loss.c_low"] == ["0.03", "–"]
@@ -44,7 +46,7 @@ def test_the_page_has_both_runs(runs: tuple[Path, Path], capsys: pytest.CaptureF
 
     # It begins with what the first picture says.
     lead, *rest = re.findall(r'<p class="(?:lead|hint)">(.*?)</p>', text.partition("<h2>")[0])
-    assert text.index(lead) < text.index("<svg") < text.index("<table")
+    assert text.index(lead) < text.index('id="by_length"') < text.index("<table")
     bins = [clip_rates(read_records(run).tail(TAIL, WINDOW)) for run in runs]
     ratios = [f"{one[-1].out_of_band / one[0].out_of_band:.1f}" for one in bins]
     assert re.findall(r"(\d+\.\d) ×", lead) == ratios

@@ -156,13 +156,15 @@ def test_no_such_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_ranks_are_compared_within_their_pipeline_stage() -> None:
-    paces = [Pace(seconds, stage, "node-0", 0) for seconds, stage in ((1.0, 0), (1.5, 0), (3.0, 1), (3.0, 1))]
+    paces = [
+        Pace(seconds, stage, "node-0", {}) for seconds, stage in ((1.0, 0), (1.5, 0), (3.0, 1), (3.0, 1))
+    ]
     assert ratios(paces) == [1.0, 1.5, 1.0, 1.0]
-    assert ratios([Pace(0.0, 0, "node-0", 0)] * 2) == [1.0, 1.0]
+    assert ratios([Pace(0.0, 0, "node-0", {})] * 2) == [1.0, 1.0]
 
 
 def test_slow_ranks_are_named_by_host() -> None:
-    paces = [Pace(1.0, 0, f"node-{rank // 4}", 0) for rank in range(8)]
+    paces = [Pace(1.0, 0, f"node-{rank // 4}", {}) for rank in range(8)]
     found = lines({0: 2, 4: 3, 5: 4, 7: 3}, [1.0] * 4 + [1.4, 1.5, 1.0, 1.3], paces)
     assert list(found) == ["node-1"]
     assert found["node-1"].startswith("ranks 4-5, 7 on node-1 took 1.50 times")

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+import numpy as np
 
 from megatron_fspo.evaluation.tables import Table, by_column, columns, number, percent, with_interval
-from megatron_fspo.lab.report.drawing import COLOURS, EDGE, GREY, legend, length_axis, picture, share_axis
+from megatron_fspo.lab.report.charts import COLOURS, GREY, LENGTH, Line, Spec, axis, chart
 from megatron_fspo.lab.report.html import render_page
 from megatron_fspo.trainer.noise import Calibration, Interval, NoiseRecord, lengths_up_to
 
@@ -119,46 +118,38 @@ def both(figure: Interval, form: str = ".2g") -> str:
 
 def write_page(calibration: Calibration, path: Path) -> None:
     """Write the calibration as an HTML file."""
-    svgs = {}
+    figures = {}
     if noisy := _noisy(calibration):
         in_s = [record for record in noisy if record.kind in ("sampler", "updates")]
         passes = [record for record in noisy if record.kind in ("sampler", "precision")]
-        svgs["rates"] = _rates(in_s, calibration.longest)
-        svgs["spread"] = _spread(passes, calibration.max_response_tokens)
+        figures["rates"] = _rates(in_s)
+        figures["spread"] = _spread(passes, calibration.max_response_tokens)
     template = Path(__file__).with_name("page.html")
     content = {"comparisons": _comparisons(calibration), "checks": _checks(noisy), "both": both}
-    path.write_text(render_page(template, svgs, calibration=calibration, **content), encoding="utf-8")
+    path.write_text(render_page(template, figures, calibration=calibration, **content), encoding="utf-8")
 
 
-@picture(4.6, 3.6)
-def _rates(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
-    """Draw the share outside the band by noise alone, with its interval."""
-    axes = figure.subplots()
+def _rates(noisy: Sequence[NoiseRecord]) -> Spec:
+    """Return the share outside the band by noise alone, with its interval."""
+    lines = []
     for record, colour in zip(noisy, _COLOURS, strict=False):
-        at = [x.length for x in record.by_length]
-        value, low, high = ([x.clip_rate[i] or 0.0 for x in record.by_length] for i in range(3))
-        axes.fill_between(at, low, high, color=colour, alpha=0.15, lw=0)
-        axes.plot(at, value, color=colour, marker="o", ms=3.5, lw=1.4, label=_label(record))
-    axes.axvline(longest, color=EDGE, ls=":", lw=1)
-    length_axis(axes)
-    share_axis(axes, "outside by noise alone", 1.0)
-    legend(axes, columns=2)
+        y, low, high = (np.array([at.clip_rate[i] or 0.0 for at in record.by_length]) for i in range(3))
+        at = np.array([at.length for at in record.by_length])
+        lines.append(Line(label=_label(record), colour=colour, x=at, y=y, low=low, high=high))
+    return chart(lines, LENGTH, axis("outside by noise alone", share=True))
 
 
-@picture(4.6, 3.6)
-def _spread(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
-    """Draw sigma·√L and |drift|·L against length: they cross at the drift length."""
-    axes = figure.subplots()
-    at = lengths_up_to(longest)
+def _spread(noisy: Sequence[NoiseRecord], longest: int) -> Spec:
+    """Return sigma·√L and |drift|·L against length: they cross at the drift length."""
+    at, lines = np.array(lengths_up_to(longest)), []
     for record, colour in zip(noisy, _COLOURS, strict=False):
-        sigma, drift = record.sigma[0] or 0.0, abs(record.drift[0] or 0.0)
-        axes.plot(at, [sigma * n**0.5 for n in at], color=colour, lw=1.4, label=_label(record))
-        axes.plot(at, [drift * n for n in at], color=colour, lw=1, ls="--")
-    length_axis(axes)
-    axes.set(yscale="log", ylabel="nats: spread, drift (dashed)")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    legend(axes, columns=2)
+        for name, y in (
+            ("spread", (record.sigma[0] or 0.0) * at**0.5),
+            ("drift", abs(record.drift[0] or 0.0) * at),
+        ):
+            label = f"{name}, {_label(record)}"
+            lines.append(Line(label=label, colour=colour, x=at, y=y, dashed=name == "drift"))
+    return chart(lines, LENGTH, {"title": "nats", "scale": {"type": "log"}})
 
 
 def _label(record: NoiseRecord) -> str:

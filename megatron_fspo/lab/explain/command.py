@@ -32,7 +32,7 @@ def explain(
 
 def write(explanation: Explanation, folder: Path) -> str:
     """Write the page, the figures, and the outcome of every response; says where."""
-    from megatron_fspo.lab.explain.page import write_page  # matplotlib takes seconds
+    from megatron_fspo.lab.explain.page import write_page
 
     try:
         folder.mkdir(parents=True, exist_ok=True)

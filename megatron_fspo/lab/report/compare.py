@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.evaluation.tables import number
+from megatron_fspo.evaluation.tables import number, with_interval
 from megatron_fspo.lab.report import pictures
-from megatron_fspo.lab.report.drawing import Line, smoothing_window
+from megatron_fspo.lab.report.charts import PLAIN, STEP, Line, Spec, axis, chart
 from megatron_fspo.lab.report.figures import ABSENT, TAIL, WINDOW, RunData, in_words, machines
-from megatron_fspo.lab.report.history import Series, clip_rates, overall_rates
+from megatron_fspo.lab.report.history import clip_rates, overall_rates
 from megatron_fspo.lab.report.html import render_page
+from megatron_fspo.lab.report.page import smoothing, with_ends
 from megatron_fspo.lab.report.pictures import LengthCurve, choose_style
 from megatron_fspo.objective import FSPOBand
 
@@ -27,7 +28,7 @@ class ComparedRun:
     """A run of several."""
 
     label: str
-    """A letter and the name of the loss: pictures have no text of the user's."""
+    """A letter and the name of the loss, which is short enough for a legend."""
     name: str
     """Name of its folder, with as much of the path as tells it from the others."""
     data: RunData
@@ -87,13 +88,13 @@ def figures(data: RunData) -> dict[str, str]:
     """Return the numbers of a run by name, of its last steps by default; the same names for every run."""
     lre, measured, band = data.lre, data.exponent, data.band()
     seconds = data.history.series("timing_s/step")
-    pooled = f"{_with_interval(lre.mean, *lre.mean_interval, '.3f')}, by chance {lre.null_mean:.3f}"
+    pooled = f"{with_interval(lre.mean, *lre.mean_interval, '.3f')}, by chance {lre.null_mean:.3f}"
     exponent = ABSENT
     if not isinstance(measured, str):
-        exponent = _with_interval(measured.value, *measured.interval, ".2f")
+        exponent = with_interval(measured.value, *measured.interval, ".2f")
     gained, change = ABSENT, data.change
     if change is not None and change.interval is not None:
-        gained = _with_interval(change.after - change.before, *change.interval, ".3f")
+        gained = with_interval(change.after - change.before, *change.interval, ".3f")
     last = {
         name: number(data.history.series(metric).last(WINDOW), form, ABSENT)
         for name, metric, form in (
@@ -142,41 +143,34 @@ def _render(runs: Sequence[ComparedRun]) -> str:
         dict(_pictures(runs, curves)),
         runs=runs,
         sentences=list(sentences(curves)),
-        colours=[choose_style(position)[0] for position in range(len(runs))],
+        colours=[choose_style(position)["colour"] for position in range(len(runs))],
         rows=[(name, values) for name, values in rows if set(values) != {ABSENT}],
         differences=differences([run.data.config for run in runs]),
-        smoothing=max(smoothing_window(len(run.data.steps)) for run in runs),
+        smoothing=smoothing(max(len(run.data.steps) for run in runs)),
     )
 
 
-def _pictures(runs: Sequence[ComparedRun], lengths: Sequence[LengthCurve]) -> Iterator[tuple[str, str]]:
+def _pictures(runs: Sequence[ComparedRun], lengths: Sequence[LengthCurve]) -> Iterator[tuple[str, Spec]]:
+    styles = [{"label": run.label, **choose_style(position)} for position, run in enumerate(runs)]
+    styled = list(zip((run.data.history for run in runs), styles, strict=True))
+    rewards = [with_ends(history, "critic/rewards/mean", **style) for history, style in styled]
+    yield "reward", chart(rewards, STEP, axis("reward"))
     for name, metric, unit in (
-        ("reward", "critic/rewards/mean", "reward"),
         ("response_length", "response_length/mean", "L (tokens), mean"),
         ("outside", "fspo/out_of_band", "share"),
         ("ess", "fspo/ess", "share"),
     ):
-        lines = []
-        for position, run in enumerate(runs):
-            colour, style, _ = choose_style(position)
-            if series := run.data.history.series(metric):
-                lines.append(Line(series=series, label=run.label, colour=colour, style=style))
-        if lines:
-            yield name, pictures.curves(lines, unit, share=unit == "share")
-    accuracies = [(position, run.label, _accuracy(run.data)) for position, run in enumerate(runs)]
-    if evaluated := [accuracy for accuracy in accuracies if accuracy[2]]:
-        yield "evaluation", pictures.evaluations(evaluated)
+        found = [(history.series(metric), style) for history, style in styled]
+        if lines := [Line.over_steps(series, **style) for series, style in found if series]:
+            yield name, chart(lines, STEP, axis(unit, share=unit == "share"))
+    named = [(history, history.evaluation(), style) for history, style in styled]
+    if lines := [with_ends(one, name, kind=PLAIN, **style) for one, name, style in named if name]:
+        yield "evaluation", chart(lines, STEP, axis("mean reward"))
     if any(curve.bins for curve in lengths):
         yield "by_length", pictures.by_length(lengths)
         yield "relative", pictures.by_length(lengths, relative=True)
     if any(math.isfinite(run.data.lre.mean) for run in runs):
         yield "length_error", pictures.length_errors([(run.label, run.data.lre) for run in runs])
-
-
-def _accuracy(data: RunData) -> list[Series]:
-    """Return accuracy on the first set and the ends of its interval; empty for a run without evaluations."""
-    name = data.history.evaluation()
-    return [data.history.series(f"{name}{end}") for end in ("", "/low", "/high")] if name else []
 
 
 def _by_length(run: ComparedRun) -> LengthCurve:
@@ -190,16 +184,11 @@ def _by_length(run: ComparedRun) -> LengthCurve:
 
 def _evaluated(data: RunData, at: int) -> str:
     """Return the first evaluation (0) or the last (-1), with its interval if the run has one."""
-    if not (series := _accuracy(data)):
+    if not (name := data.history.evaluation()):
         return ABSENT
+    series = (data.history.series(f"{name}{end}") for end in ("", "/low", "/high"))
     value, low, high = (float(line.values[at]) if len(line) else math.nan for line in series)
-    return _with_interval(value, low, high, ".3f")
-
-
-def _with_interval(value: float, low: float, high: float, form: str) -> str:
-    """Return the value, and its interval where there is one."""
-    interval = f" ({low:{form}} to {high:{form}})" if math.isfinite(low + high) else ""
-    return number(value, form, ABSENT) + interval
+    return with_interval(value, low, high, ".3f", ABSENT)
 
 
 def _letters(position: int) -> str:

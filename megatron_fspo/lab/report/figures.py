@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel
 
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
@@ -24,7 +23,7 @@ from megatron_fspo.record.rows import JOBS, PHASES, WARNINGS, read_rows
 
 ABSENT = "–"
 WINDOW = 5
-"""Steps behind each number of the table."""
+"""Steps behind each number of the table, at most; the first and the last are half of a short run each."""
 TAIL = 0.25
 """Share of the steps, the last ones, in the picture of clip rates by length."""
 _POOL = 40_000
@@ -160,23 +159,29 @@ class Headline:
 
 
 def facts(data: RunData) -> dict[str, str]:
-    """Return the settings of the run, in words."""
+    """Return what a reader asks first, in words."""
     config, band = data.config, data.band()
-    loss = f"{config.loss.name}: {_keys(config.loss)}"
-    if isinstance(band, FSPOBand):
-        loss += f"; at the end c = {band.c_low:.4g} (low), {band.c_high:.4g} (high)"
-        loss += f", exponent {band.exponent:.3g}"
     prompts, samples = config.rollout.prompts, config.rollout.samples
     files = ", ".join(str(dataset.file) for dataset in config.data.train_sets)
+    moved = {}
+    if isinstance(band, FSPOBand):
+        width = f"c = {band.c_low:.4g} (low), {band.c_high:.4g} (high)"
+        moved["Band at the end"] = f"{width}, exponent {band.exponent:.3g}"
     return {
-        "Loss": loss,
+        "Loss": config.loss.name,
+        **moved,
         "Model": f"{config.model.checkpoint}, {config.model.dtype}",
-        "Layout": _keys(config.parallel),
-        "Batch": f"{prompts} prompts × {samples} samples = {prompts * samples} responses a step, learned "
-        f"from in {config.batch.mini_batches} mini-batches × {config.batch.epochs} epochs",
-        "Optimizer": f"lr = {config.optimizer.lr:g}, clip_grad = {config.optimizer.clip_grad:g}",
         "Data": f"{files}, reward {config.reward.name}, seed {config.run.seed}",
+        "Responses": f"{prompts * samples} a step: {samples} to each of {prompts} prompts",
     } | machines(data.jobs)
+
+
+def changed_keys(config: Config) -> list[tuple[str, str]]:
+    """Return key and value of the settings that are not as the defaults have them, or have no default."""
+    tree = config.model_dump(mode="json", exclude_defaults=True)
+    return [
+        (f"{section}.{key}", in_words(value)) for section, keys in tree.items() for key, value in keys.items()
+    ]
 
 
 def headlines(data: RunData) -> Iterator[Headline]:
@@ -200,16 +205,6 @@ def headlines(data: RunData) -> Iterator[Headline]:
             last=f"{data.lre.mean:.3f}",
             note=f"95% interval {low:.3f} to {high:.3f}; null floor {data.lre.null_mean:.3f}; "
             f"{len(data.pool):,} records, evenly over all steps",
-        )
-        signed = data.signed["length"]
-        low, high = signed.mean_interval
-        yield Headline(
-            name="LRE pooled, clipped",
-            last=f"{signed.mean:.3f}",
-            note=f"what a clip really removes: 95% interval {low:.3f} to {high:.3f}; within signs of A "
-            f"{data.signed['within_sign'].mean:.3f}, within optimizer steps "
-            f"{data.signed['within_update'].mean:.3f}; between signs {data.signed['sign'].mean:.3f}, between "
-            f"steps {data.signed['update'].mean:.3f}",
         )
     if len(data.pool):
         yield _exponent(data)
@@ -259,14 +254,15 @@ def _exponent(data: RunData) -> Headline:
     )
 
 
-def _trend(name: str, series: Series, form: str, note: str = "", window: int = WINDOW) -> Headline:
+def disjoint(count: int) -> int:
+    """Return how many steps the first and the last of so many are, none in both."""
+    return min(WINDOW, max(count // 2, 1))
+
+
+def _trend(name: str, series: Series, form: str, note: str = "", window: int = 0) -> Headline:
+    window = window or disjoint(len(series))
     first, last = (number(mean, form, ABSENT) for mean in (series.first(window), series.last(window)))
     return Headline(name=name, first=first, last=last, note=note)
-
-
-def _keys(section: BaseModel) -> str:
-    values = section.model_dump(mode="json", exclude={"name"}, exclude_none=True)
-    return ", ".join(f"{key} = {in_words(value)}" for key, value in values.items())
 
 
 def in_words(value: Any) -> str:

@@ -1,70 +1,50 @@
 """``report/index.html`` of a run: one file with everything in it, for the engineer who reads it afterwards.
 
-Numbers come from ``figures``, drawings from ``pictures``, and the sentences about them from ``page.html``.
+Numbers come from ``figures``, drawings from ``charts``, and the sentences about them from ``page.html``.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megatron_fspo.config.loading import load_config
-from megatron_fspo.lab.report import pictures
-from megatron_fspo.lab.report.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, Line, smoothing_window
-from megatron_fspo.lab.report.figures import TAIL, WINDOW, RunData, band_at_end, facts, headlines, phases
+from megatron_fspo.evaluation.intervals import Estimate
+from megatron_fspo.lab.report import charts, figures, pictures
+from megatron_fspo.lab.report.charts import BLUE, STEP, Line, Spec, axis, chart
+from megatron_fspo.lab.report.figures import TAIL, WINDOW, RunData
 from megatron_fspo.lab.report.history import History, Records, clip_rates, overall_rates, read_records
 from megatron_fspo.lab.report.html import render_page
-from megatron_fspo.lab.report.samples import before_after
+from megatron_fspo.lab.report.samples import browsed
 from megatron_fspo.objective import ClipBand
 from megatron_fspo.record.rows import ROUTERS, rows_from_end
 
-_NEWEST = 100
-"""Rows of metrics in which the band that trackers draw is looked for."""
-_CURVES = (
-    ("clip_rate", "fspo/out_of_band", "outside", BLUE, "-"),
-    ("clip_rate", "fspo/clip_low", "clipped low", ORANGE, "-"),
-    ("clip_rate", "fspo/clip_high", "high", PURPLE, "-"),
-    ("clip_rate", "fspo/dual_clip_frac", "dual", GREEN, "-"),
-    ("clip_rate", "fspo/noise_clip_rate", "noise", GREY, "--"),
-    ("length_error", "fspo/lre_max", "max", ORANGE, "-"),
-    ("length_error", "fspo/lre_mean", "mean", BLUE, "-"),
-    ("length_error", "fspo/lre_null", "by chance", GREY, "--"),
-    ("spread", "fspo/sigma_hat", "σ̂", BLUE, "-"),
-    ("spread", "fspo/c_low", "c low", ORANGE, "--"),
-    ("spread", "fspo/c_high", "c high", PURPLE, ":"),
-    ("kl", "fspo/kl_k3", "", BLUE, "-"),
-    ("entropy", "actor/entropy", "", GREEN, "-"),
-    ("grad_norm", "actor/grad_norm/max", "max of step", ORANGE, "-"),
-    ("grad_norm", "actor/grad_norm", "mean", BLUE, "-"),
-    ("exponent", "fspo/exponent_fit", "fitted", BLUE, "-"),
-    ("exponent", "fspo/exponent", "of the band", ORANGE, "-"),
-    ("router_load", "router/load_max", "worst layer", ORANGE, "-"),
-    ("router_load", "router/load_max/mean", "mean of layers", BLUE, "-"),
-    ("router_entropy", "router/entropy", "", GREEN, "-"),
-    ("turns", "environment/turns/mean", "mean", BLUE, "-"),
-    ("turns", "environment/turns/max", "most", GREY, "--"),
-    ("tool_failures", "environment/failed", "", ORANGE, "-"),
-    ("tool_seconds", "perf/environment_seconds/mean", "mean", BLUE, "-"),
-    ("tool_seconds", "perf/environment_seconds/max", "most", GREY, "--"),
-    ("route_flips", "actor/route_flips", "update", BLUE, "-"),
-    ("route_flips", "rollout/route_flips", "old pass", ORANGE, "-"),
-)
-"""Picture, metric, label, colour and style of each line."""
-_SETTINGS = {"fspo/c_low", "fspo/c_high", "fspo/exponent"}
-_SMALL = {
-    "spread": "nats per √token",
-    "kl": "nats per token",
-    "entropy": "nats per token",
-    "grad_norm": "L2 norm",
-    "turns": "turns",
-    "tool_failures": "share of answers",
-    "tool_seconds": "s for each trajectory",
-    "router_load": "times the even load",
-    "router_entropy": "nats per token and layer",
-    "route_flips": "share of (token, layer)",
+_CURVES = {
+    "clip_rate": "share; fspo/out_of_band outside, fspo/clip_low clipped low, fspo/clip_high clipped high, "
+    "fspo/dual_clip_frac dual clip, fspo/noise_clip_rate expected of noise",
+    "length_error": "LRE; fspo/lre_mean mean, fspo/lre_max max, fspo/lre_null by chance",
+    "exponent": "a; fspo/exponent_fit fitted, fspo/exponent of the band",
+    "spread": "nats per √token; fspo/sigma_hat σ̂, fspo/c_low c low, fspo/c_high c high",
+    "kl": "nats per token; fspo/kl_k3",
+    "entropy": "nats per token; actor/entropy",
+    "grad_norm": "L2 norm; actor/grad_norm mean, actor/grad_norm/max max of step",
+    "cut": "share of responses; response_length/clip_ratio",
+    "speed": "tokens/s; perf/throughput",
+    "memory": "GiB; perf/cpu_memory process, perf/gpu_memory_used GPU, perf/gpu_memory_peak tensors on it",
+    "gpu": "share of the time; perf/gpu_utilization",
+    "turns": "turns; environment/turns/mean mean, environment/turns/max most",
+    "tool_failures": "share of answers; environment/failed",
+    "tool_seconds": "s; perf/environment_seconds/mean mean, perf/environment_seconds/max most",
+    "router_load": "times the even load; router/load_max/mean mean of layers, router/load_max worst layer",
+    "router_entropy": "nats per token and layer; router/entropy",
+    "route_flips": "share of (token, layer); actor/route_flips update, rollout/route_flips old pass",
 }
-"""Small picture → unit."""
+"""Picture → unit; metric and label of each line."""
+_SETTINGS = {"fspo/c_low", "fspo/c_high", "fspo/exponent"}
+_CHANCE = {"fspo/noise_clip_rate", "fspo/lre_null"}
 
 
 def write_report(folder: Path) -> Path:
@@ -83,27 +63,32 @@ def render_report(folder: Path) -> str:
     """
     data = RunData(folder)
     tail, last, band = data.records.tail(TAIL, WINDOW), data.records.tail(0.0, 1), data.band()
-    svgs = _learning(data.history) | _metrics(data)
+    drawn = _learning(data.history) | _metrics(data)
     if load := next(rows_from_end(folder / ROUTERS), None):
-        svgs["expert_load"] = pictures.expert_load(np.array(load["load"]))
-    svgs |= _by_length(tail, last, band) if len(last) else {}
+        drawn["expert_load"] = pictures.expert_load(np.array(load["load"]))
+    drawn |= _by_length(tail, last, band) if len(last) else {}
     return render_page(
         Path(__file__).with_name("page.html"),
-        svgs,
+        drawn,
         data=data,
         config=data.config,
-        facts=facts(data),
-        spans=(_span(data.steps[:WINDOW]), _span(data.steps[-WINDOW:])),
-        headlines=list(headlines(data)),
-        smoothing=smoothing_window(len(data.steps)),
+        facts=figures.facts(data),
+        changed=figures.changed_keys(data.config),
+        window=figures.disjoint(len(data.steps)),
+        headlines=list(figures.headlines(data)),
+        smoothing=smoothing(len(data.steps)),
         tail=tail,
         by_length=clip_rates(tail) if len(tail) else [],
         last=last,
-        beyond=np.sort(np.abs(last.log_ratio_sum[pictures.beyond(last, band)])),
-        phases=phases(data.history),
-        pairs=before_after(data.samples),
+        phases=figures.phases(data.history),
+        samples=browsed(folder, data.samples),
         config_text=(folder / "config.toml").read_text(encoding="utf-8"),
     )
+
+
+def smoothing(count: int) -> int:
+    """Return over how many steps to either side the page smooths a run of so many when it opens."""
+    return 0 if count <= 10 else min(30, max(2, count // 80))
 
 
 def fairness_pictures(folder: Path) -> dict[str, str]:
@@ -112,11 +97,12 @@ def fairness_pictures(folder: Path) -> dict[str, str]:
     records = read_records(folder)
     if not len(records):
         return {}
-    band = band_at_end(load_config(folder / "config.toml"), History(folder, newest=_NEWEST))
-    return _by_length(records.tail(TAIL, WINDOW), records.tail(0.0, 1), band)
+    band = figures.band_at_end(load_config(folder / "config.toml"), History(folder, newest=100))
+    drawn = _by_length(records.tail(TAIL, WINDOW), records.tail(0.0, 1), band)
+    return {name: charts.as_svg(one) for name, one in drawn.items()}
 
 
-def _by_length(tail: Records, last: Records, band: ClipBand | None) -> dict[str, str]:
+def _by_length(tail: Records, last: Records, band: ClipBand | None) -> dict[str, Spec]:
     labels = {"length": "response length L (tokens)"}
     if tail.turns.max() > 1:
         labels["turns"] = "turns of the trajectory"
@@ -127,37 +113,43 @@ def _by_length(tail: Records, last: Records, band: ClipBand | None) -> dict[str,
     return {**rates, "scatter": pictures.scatter(last, band)}
 
 
-def _span(steps: list[int]) -> str:
-    if not steps:
-        return "no step"
-    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}–{steps[-1]}"
+def with_ends(history: History, name: str, **style: Any) -> Line:
+    """Return a metric over the steps, with the 95% interval over prompts that the run logged."""
+    return Line.over_steps(*(history.series(f"{name}{end}") for end in ("", "/low", "/high")), **style)
 
 
-def _learning(history: History) -> dict[str, str]:
-    rewards = [Line(series=history.series("critic/rewards/mean"), label="training", colour=BLUE)]
+def _learning(history: History) -> dict[str, Spec]:
+    rewards = [with_ends(history, "critic/rewards/mean", label="training", colour=BLUE)]
     if accuracy := history.evaluation():
         label = f"evaluation, {accuracy.rsplit('/', 1)[-1]}"
-        rewards.append(Line(series=history.series(accuracy), label=label, colour=ORANGE, marker="D"))
-    svgs = {"reward": pictures.curves(rewards, "reward")}
-    lengths = [history.series(f"response_length/{name}") for name in ("mean", "min", "max", "clip_ratio")]
+        rewards.append(with_ends(history, accuracy, label=label, colour=charts.ORANGE, kind=charts.PLAIN))
+    drawn = {"reward": chart(rewards, STEP, axis("reward"))}
+    lengths = [history.series(f"response_length/{name}") for name in ("mean", "min", "max")]
     if lengths[0]:
-        svgs["response_length"] = pictures.response_length(*lengths)
-    return svgs
+        line = Line.over_steps(*lengths, label="mean; from the shortest to the longest", colour=BLUE)
+        drawn["response_length"] = chart([line], STEP, axis("L (tokens)", zero=True))
+    return drawn
 
 
-def _metrics(data: RunData) -> dict[str, str]:
+def _metrics(data: RunData) -> dict[str, Spec]:
     """Return the pictures of ``_CURVES``, as far as the run has their metrics."""
-    lines: dict[str, list[Line]] = {}
-    for picture, metric, label, colour, style in _CURVES:
-        if series := data.history.series(metric):
-            line = Line(series=series, label=label, colour=colour, style=style, held=metric in _SETTINGS)
-            lines.setdefault(picture, []).append(line)
-    svgs = {name: pictures.small(lines[name], unit) for name, unit in _SMALL.items() if name in lines}
-    if "clip_rate" in lines:
-        svgs["clip_rate"] = pictures.curves(lines["clip_rate"], "share", share=True)
-    if "length_error" in lines:
-        svgs["length_error"] = pictures.length_error(lines["length_error"], data.lre)
-    if "exponent" in lines:
-        measured = None if isinstance(data.exponent, str) else data.exponent
-        svgs["exponent"] = pictures.exponent(lines["exponent"], measured)
-    return svgs
+    levels, found = {}, {}
+    if math.isfinite(data.lre.mean):
+        levels["length_error"] = pictures.pooled(data.lre)
+    if not isinstance(data.exponent, str):
+        low, high = data.exponent.interval
+        levels["exponent"] = [(charts.GREEN, Estimate(value=data.exponent.value, low=low, high=high))]
+    for picture, words in _CURVES.items():
+        unit, _, metrics = words.partition("; ")
+        lines = []
+        for metric, colour in zip(metrics.split(", "), charts.COLOURS, strict=False):
+            name, _, label = metric.partition(" ")
+            kind = charts.HELD if name in _SETTINGS else charts.SMOOTHED
+            style = {"label": label, "dashed": name in _SETTINGS | _CHANCE, "kind": kind}
+            style["colour"] = charts.GREY if name in _CHANCE else colour
+            if series := data.history.series(name):
+                lines.append(Line.over_steps(series, **style))
+        if lines:
+            y = axis(unit, share=unit.startswith("share"), zero=picture == "length_error")
+            found[picture] = chart(lines, STEP, y, levels.get(picture, ()))
+    return found

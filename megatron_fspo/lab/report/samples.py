@@ -1,11 +1,11 @@
-"""The first and the last evaluation of a run: how far accuracy came, and responses before and after."""
+"""The first and the last evaluation of a run: how far accuracy came, and the responses to browse."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import groupby, takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,6 +18,10 @@ from megatron_fspo.record.rows import SAMPLES, read_rows, rows_from_end
 
 _MOST, _PARTS = 840, 60
 """Characters shown of a response, with some more for each part of a trajectory, and parts."""
+_RESPONSES, _STEPS = 240, 12
+"""Responses, and evaluations, on the page at most."""
+_WHOLE = 2**24
+"""Bytes of a ``samples.jsonl`` that is read as a whole, in half a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +36,17 @@ class AccuracyChange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pair:
-    """Rows of a prompt in the first evaluation and in the last, as long as they are shown."""
+class Answered:
+    """The responses to a prompt over the evaluations, as long as they are shown."""
 
-    before: Mapping[str, Any]
-    after: Mapping[str, Any]
+    prompt: str
+    responses: Sequence[Mapping[str, Any]]
+    """``step``, ``reward`` and ``parts`` of each; the first and the last evaluation among them."""
 
     @property
     def change(self) -> float:
-        """Difference of the rewards."""
-        change: float = self.after["reward"] - self.before["reward"]
-        return change
+        """Difference of the rewards of the last and of the first."""
+        return float(self.responses[-1]["reward"] - self.responses[0]["reward"])
 
 
 def first_and_last_samples(folder: Path, history: History) -> list[dict[str, Any]]:
@@ -86,36 +90,40 @@ def _mean_rewards(rows: Sequence[Mapping[str, Any]], step: int) -> dict[tuple[st
     return {prompt: fmean(rewards) for prompt, rewards in scores.items()}
 
 
-def before_after(rows: Sequence[Mapping[str, Any]]) -> list[Pair]:
-    """Return the responses of the first and the last evaluation in these rows of ``samples.jsonl`` to the
-    same prompts; none where there are no two.
+def browsed(folder: Path, ends: Sequence[Mapping[str, Any]]) -> list[Answered]:
+    """Return responses of the evaluations to the same prompts; none where there are no two evaluations. Of a
+    large ``samples.jsonl`` those of the first and the last, which are ``ends``.
 
     There is one for each prompt before a prompt comes again: those whose reward changed before others, and in
     the order of the evaluation. Nothing is drawn by chance.
     """
-    steps = sorted({row["step"] for row in rows})
+    path = folder / SAMPLES
+    rows = read_rows(path) if path.exists() and path.stat().st_size <= _WHOLE else ends
+    steps = {step: _numbered(group) for step, group in groupby(rows, key=lambda row: row["step"])}
     if len(steps) < 2:
         return []
-    first, last = (_numbered(row for row in rows if row["step"] == step) for step in (steps[0], steps[-1]))
-    pairs = {key: Pair(before=first[key], after=last[key]) for key in first if key in last}
-    order = sorted(pairs, key=lambda key: (pairs[key].change == 0, key[1]))  # stable: else as they came
+    kept = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _STEPS)).round().astype(int))
+    numbered = [steps[sorted(steps)[at]] for at in kept]
+    found = {
+        key: Answered(prompt=shortened(key[0], 400), responses=[one[key] for one in numbered if key in one])
+        for key in numbered[0]
+        if key in numbered[-1]
+    }
+    order = sorted(found, key=lambda key: (found[key].change == 0, key[1]))  # stable: else as they came
     firsts = set({prompt: (prompt, number) for prompt, number in reversed(order)}.values())
     order.sort(key=lambda key: key not in firsts)
-    return [pairs[key] for key in order]
+    return [found[key] for key in order[: _RESPONSES // len(numbered)]]
 
 
 def _numbered(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], Mapping[str, Any]]:
-    """Return prompt and number of the response to it → row, with its texts shortened."""
+    """Return prompt and number of the response to it → what is shown of its row, texts shortened."""
     numbered: dict[tuple[str, int], Mapping[str, Any]] = {}
     seen: Counter[str] = Counter()
     for row in rows:
         parts = row.get("parts") or [("wrote", row["response"])]
         most = _MOST // len(parts) + 60
-        shown = {
-            "prompt": shortened(row["prompt"], 400),
-            "parts": [(kind, shortened(text, most)) for kind, text in parts[:_PARTS]],
-        }
-        numbered[row["prompt"], seen[row["prompt"]]] = {**row, **shown}
+        shown = {"parts": [(kind, shortened(text, most)) for kind, text in parts[:_PARTS]]}
+        numbered[row["prompt"], seen[row["prompt"]]] = {"step": row["step"], "reward": row["reward"], **shown}
         seen[row["prompt"]] += 1
     return numbered
 

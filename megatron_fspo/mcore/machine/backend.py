@@ -25,6 +25,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import psutil
 import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core import utils as megatron_utils
@@ -96,13 +97,19 @@ class Backend:
         torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def peak_memory(self) -> int:
-        """Return the peak bytes of tensors on the GPU since the last call; 0 on a CPU."""
-        if self.device.type == "cpu":
-            return 0
-        peak = torch.cuda.max_memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        return peak
+    def use(self) -> dict[str, float]:
+        """Return metrics of this rank: resident memory of the process in GiB; on a GPU also its memory in use
+        by all programs, the peak of tensors since the last call, and the share of the last second in which
+        it computed, if pynvml is installed."""
+        use = {"perf/cpu_memory": psutil.Process().memory_info().rss / 2**30}
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            use["perf/gpu_memory_used"] = (total - free) / 2**30
+            use["perf/gpu_memory_peak"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+            torch.cuda.reset_peak_memory_stats(self.device)
+            with suppress(Exception):  # no pynvml, or a slice of a GPU (MIG), which does not count it
+                use["perf/gpu_utilization"] = torch.cuda.utilization(self.device) / 100
+        return use
 
     def config_flags(self) -> dict[str, Any]:
         """Return the fields of ``TransformerConfig`` that depend on the machine."""
