@@ -17,6 +17,9 @@ from pathlib import Path
 from megatron_fspo.lab.report.page import write_report
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from dark import for_dark  # noqa: E402
+
 RUN = HERE / "gallery/run"
 TRAIN = (
     "megatron-fspo train --config examples/make_sum/run.toml --run.steps 6 --evaluation.every 0 \\\n"
@@ -53,7 +56,7 @@ def pictures_of(page: Path, titles: dict[str, str]) -> dict[str, str]:
     found = dict(re.findall(r'aria-label="([^"]+)">(<svg.*?</svg>)', page.read_text(encoding="utf-8"), re.S))
     # Outside of the page there is nothing behind the picture.
     white = '<rect width="100%" height="100%" fill="#ffffff"/>'
-    return {name_of(title): found[title].replace(">", f">{white}", 1) for title in titles}
+    return {name_of(title): for_dark(found[title].replace(">", f">{white}", 1)) for title in titles}
 
 
 def draw() -> dict[str, str]:
