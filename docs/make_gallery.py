@@ -113,7 +113,7 @@ megatron-fspo explain runs/gallery --out runs/gallery-explained
 - `megatron-fspo calibrate --config examples/make_sum/run.toml --nproc 2` draws what noise does to the
   band: [FP8](fp8.md).
 
-**Next**: [Every metric](metrics.md) · [explain](explain.md)
+**Next**: [Metrics](metrics.md) · [explain](explain.md)
 """
 
 

@@ -5,6 +5,7 @@ Formulas are MathML, made here: browsers draw it without scripts and fonts of ou
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from latex2mathml.converter import convert
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -21,6 +23,14 @@ ROOT = Path(__file__).resolve().parent.parent
 REPOSITORY = "repository"
 """Folder of the site that they are in."""
 _RENAMED = {ROOT / "README.md": "index.md", ROOT / "docs/README.md": "pages.md"}
+_TAGS = {
+    "config/#optimizer": ["learning rate", "optimizer.lr"],
+    "config/#checkpoint": ["checkpoint interval", "checkpoint.every"],
+    "config/#rollout": ["temperature", "rollout.samples"],
+    "config/#run": ["seed", "run.steps"],
+    "config/#log": ["wandb", "tensorboard", "log.wandb"],
+}
+"""Place of the site → what users type who look for it. The search puts these above titles."""
 _FORMULA = re.compile(r"^```math\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 _TO_FOLDER = re.compile(r"(?<!!)\[([^\]]+)\]\((?!\w+:|#)([^)\s#]+)\)")
@@ -71,6 +81,17 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     markdown = _LINK.sub(link, _TO_FOLDER.sub(text, as_markdown(markdown)))
     return _FORMULA.sub(lambda found: convert(found[1], display="block") + "\n", markdown)
+
+
+@event_priority(-100)  # after the search has written its index
+def on_post_build(config: Any) -> None:
+    """Add the tags to the index of the search."""
+    path = Path(config.site_dir) / "search/search_index.json"
+    index = json.loads(path.read_text(encoding="utf-8"))
+    places = {entry["location"]: entry for entry in index["docs"]}
+    for place, tags in _TAGS.items():
+        places[place]["tags"] = tags
+    path.write_text(json.dumps(index, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
 
 
 def _uri(target: Path) -> str:
