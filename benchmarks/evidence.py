@@ -18,7 +18,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,10 @@ from megatron_fspo.lab.sweep.file import Sweep, planned, read_sweep
 from megatron_fspo.lab.sweep.processes import make
 from megatron_fspo.lab.sweep.summary import as_json, compared, mean_over_seeds, summarize
 from megatron_fspo.objective.band import DEFAULT_C
+from megatron_fspo.objective.fairness import length_bins
 
 sys.path.append(str(ROOT / "docs"))
-from dark import for_dark  # noqa: E402
-from megatron_fspo.objective.fairness import length_bins
+from dark import for_dark
 
 PARTS = ("bands", "widths", "losses", "ledger", "ledger_growth", "words", "words_fresh", "words_bf16")
 PARTS += ("filler_certain", "filler_uncertain")

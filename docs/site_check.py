@@ -77,7 +77,9 @@ def unlike_their_sources(site: Path) -> Iterator[str]:
         if page.count("<math ") != text.count("\n```math\n"):
             yield f"{folder}: not every formula is drawn"
         title = re.search(r'md-nav__link--active">\s*<span class="md-ellipsis">\s*(.*?)\s*<', page)
-        if title is not None and title[1] != plain(re.findall(r"<h1.*?</h1>", page, re.DOTALL)[0]).strip("¶ "):
+        if title is not None and title[1] != plain(re.findall(r"<h1.*?</h1>", page, re.DOTALL)[0]).strip(
+            "¶ "
+        ):
             yield f"{folder}: its title in the navigation is {title[1]}"
     page = (site / "api/index.html").read_text(encoding="utf-8")
     yield from (f"api: {word} is not on the page" for text in docstrings() for word in lost(text, page))
@@ -88,12 +90,16 @@ def docstrings() -> Iterator[str]:
     """Those that the page of the library shows."""
     import griffe
 
-    waiting = [griffe.load("megatron_fspo", search_paths=[ROOT], resolve_aliases=True)[name] for name in LIBRARY]
+    waiting = [
+        griffe.load("megatron_fspo", search_paths=[ROOT], resolve_aliases=True)[name] for name in LIBRARY
+    ]
     while waiting:
         one = waiting.pop()
         if one.docstring is not None:
             # Blocks are code, and roles are for Sphinx.
-            text = re.sub(r"^( *)(.*?)::\n\n(?:\1    .*\n?|\n)+", r"\2", f"{one.docstring.value}\n", flags=re.MULTILINE)
+            text = re.sub(
+                r"^( *)(.*?)::\n\n(?:\1    .*\n?|\n)+", r"\2", f"{one.docstring.value}\n", flags=re.MULTILINE
+            )
             yield re.sub(r":(?:func|class|mod|meth):", "", text)
         if one.is_module or one.is_class:
             waiting += [

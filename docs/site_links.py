@@ -1,4 +1,4 @@
-"""A hook of mkdocs. Files outside of docs/ that pages link to are part of the site, whose first page is the README.
+"""A hook of mkdocs. Files outside of docs/ that pages link to are part of the site; the README is its start.
 
 Formulas are MathML, made here: browsers draw it without scripts and fonts of ours.
 """
