@@ -75,10 +75,11 @@ class OneLineParser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Return the help; on a terminal, unless NO_COLOR is set, with bold headings and flags."""
-        text, plain = super().format_help(), os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-        if plain or not sys.stdout.isatty():
-            return text
-        return re.sub(r"^\S.*:$|^ +--?\S+", "\033[1m\\g<0>\033[0m", text, flags=re.MULTILINE)
+        text = super().format_help()
+        plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        return (
+            text if plain else re.sub(r"^\S.*:$|^ +--?\S+", "\033[1m\\g<0>\033[0m", text, flags=re.MULTILINE)
+        )
 
     def error(self, message: str) -> NoReturn:
         say(f"{self.prog}: {message}; see {self.prog} --help")
