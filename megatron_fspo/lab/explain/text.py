@@ -229,7 +229,8 @@ def _parts(parts: Parts) -> str:
     equal = equal if parts.signal.low > 0 else "not told from 0"
     return (
         f"S is noise of {figure(parts.noise)} nats per √token, plus a shift of {figure(parts.signal)} nats "
-        f"per token that all tokens of a response share ({equal}). At the median of {parts.median:,} tokens, S grows as L^{figure(parts.exponent, '.2f')}."
+        f"per token that all tokens of a response share ({equal}). At the median of "
+        f"{parts.median:,} tokens, S grows as L^{figure(parts.exponent, '.2f')}."
     )
 
 
