@@ -19,33 +19,32 @@ from megatron_fspo.cli import doctor
 from megatron_fspo.cli.console import OneLineParser, exit_status, quiet_megatron
 
 COMMANDS = {
-    "train": {
-        "init": ("init", "create a folder for a new task"),
-        "train": ("train", "train a policy"),
-        "sweep": ("lab", "run several arms and seeds, and compare them"),
-        "serve": ("tools", "run vLLM servers for rollouts"),
-    },
-    "before a run": {
-        "doctor": ("tools", "show what is installed, what a run would use, and what is missing"),
-        "plan": ("lab", "estimate memory and time of a run"),
-        "verify": ("checks", "check the gradient of parallel layouts"),
-        "calibrate": ("lab", "measure how much of S is noise"),
-        "data check": ("checks", "row counts, duplicates, lengths, errors"),
-    },
-    "a run and its results": {
-        "status": ("tools", "show what a run is doing, rank by rank"),
-        "report": ("lab", "write the report of a run, or of several compared"),
-        "evaluate": ("evaluate", "measure the accuracy of a checkpoint"),
-        "explain": ("lab", "compare what losses clip in a dump of responses"),
-    },
-    "checkpoints": {
-        "convert hf-to-megatron": ("convert", "write a Megatron distributed checkpoint"),
-        "convert megatron-to-hf": ("convert", "write a Hugging Face checkpoint"),
-        "convert verify": ("verify_checkpoint", "compare two checkpoints bit by bit"),
-        "push": ("lab", "upload the model of a run, with a card"),
-    },
+    "init": ("init", "create a folder for a new task"),
+    "train": ("train", "train a policy"),
+    "sweep": ("lab", "run several arms and seeds, and compare them"),
+    "serve": ("tools", "run vLLM servers for rollouts"),
+    "doctor": ("tools", "show what is installed, what a run would use, and what is missing"),
+    "plan": ("lab", "estimate memory and time of a run"),
+    "verify": ("checks", "check the gradient of parallel layouts"),
+    "calibrate": ("lab", "measure how much of S is noise"),
+    "data check": ("checks", "row counts, duplicates, lengths, errors"),
+    "status": ("tools", "show what a run is doing, rank by rank"),
+    "report": ("lab", "write the report of a run, or of several compared"),
+    "evaluate": ("evaluate", "measure the accuracy of a checkpoint"),
+    "explain": ("lab", "compare what losses clip in a dump of responses"),
+    "convert hf-to-megatron": ("convert", "write a Megatron distributed checkpoint"),
+    "convert megatron-to-hf": ("convert", "write a Hugging Face checkpoint"),
+    "convert verify": ("verify_checkpoint", "compare two checkpoints bit by bit"),
+    "push": ("lab", "upload the model of a run, with a card"),
 }
-"""Heading of the list of commands → command → its module in this package, and its line in that list."""
+"""Command → its module in this package, and its line in the list of commands."""
+_HEADINGS = {
+    "init": "train",
+    "doctor": "before a run",
+    "status": "results",
+    "convert hf-to-megatron": "checkpoints",
+}
+"""Command → heading above its line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,21 +94,20 @@ def make_parser(words: Sequence[str] | None = None) -> OneLineParser:
     ``words``, only the module of their command is imported; the parsers of the others have no arguments."""
     from megatron_fspo import __version__
 
-    listed = "\n\n".join(
-        "\n".join([f"{heading}:", *(f"  {name:<23} {text}" for name, (_, text) in commands.items())])
-        for heading, commands in COMMANDS.items()
-    )
+    listed = ""
+    for name, (_, text) in COMMANDS.items():
+        listed += f"\n{_HEADINGS[name]}:\n" if name in _HEADINGS else ""
+        listed += f"  {name:<23} {text}\n"
     parser = OneLineParser(
         prog="megatron-fspo",
         usage="megatron-fspo [-h] [--version] COMMAND ...",
-        description="FSPO for LLMs on Megatron-Core.",
-        epilog=f"{listed}\n\nmegatron-fspo COMMAND --help has the arguments and examples of a command.",
+        description=f"FSPO for LLMs on Megatron-Core; COMMAND --help has arguments and examples.\n{listed}",
         formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", prog="megatron-fspo", required=True, help=SUPPRESS)
     groups = {"": commands}
-    for words_of, (module, text) in (one for own in COMMANDS.values() for one in own.items()):
+    for words_of, (module, text) in COMMANDS.items():
         group, _, name = words_of.rpartition(" ")
         if group not in groups:
             parent = commands.add_parser(group)

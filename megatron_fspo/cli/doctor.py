@@ -201,10 +201,7 @@ def render(findings: dict[str, Any]) -> str:
         *block("a run here uses", findings["use"]),
         *block("where a job listens", findings["ports"]),
         *block("Transformer Engine here", findings["transformer engine"]),
-        *(
-            listed("missing for a run on GPUs", findings["missing"])
-            or ["", "missing for a run on GPUs", "  nothing"]
-        ),
+        *listed("missing for a run on GPUs", findings["missing"] or ["nothing"]),
     ]
     return "\n".join(lines)
 

@@ -225,11 +225,12 @@ def _parts(parts: Parts) -> str:
     def figure(estimate: Estimate, form: str = ".3g") -> str:
         return with_interval(estimate.value, estimate.low, estimate.high, form)
 
-    equal = f"as large as the noise at {parts.crossover:,.0f} tokens"
-    equal = equal if parts.signal.low > 0 else "not told from 0"
+    told = (
+        f"equal to the noise at {parts.crossover:,.0f} tokens" if parts.signal.low > 0 else "not told from 0"
+    )
     return (
         f"S is noise of {figure(parts.noise)} nats per √token, plus a shift of {figure(parts.signal)} nats "
-        f"per token that all tokens of a response share ({equal}). At the median of "
+        f"per token that all tokens of a response share ({told}). At the median of "
         f"{parts.median:,} tokens, S grows as L^{figure(parts.exponent, '.2f')}."
     )
 
