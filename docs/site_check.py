@@ -41,6 +41,7 @@ QUESTIONS = {
 """What a user types → the page, or the place in it, that answers."""
 FIRST = {
     "learning rate": "config/#optimizer",
+    "optimizer.lr": "config/#optimizer",
     "checkpoint interval": "config/#checkpoint",
     "temperature": "config/#rollout",
     "wandb": "config/#log",

@@ -32,18 +32,13 @@ COMMANDS = {
     "report": ("lab", "write the report of a run, or of several compared"),
     "evaluate": ("evaluate", "measure the accuracy of a checkpoint"),
     "explain": ("lab", "compare what losses clip in a dump of responses"),
+    "push": ("lab", "upload the model of a run, with a card"),
     "convert hf-to-megatron": ("convert", "write a Megatron distributed checkpoint"),
     "convert megatron-to-hf": ("convert", "write a Hugging Face checkpoint"),
     "convert verify": ("verify_checkpoint", "compare two checkpoints bit by bit"),
-    "push": ("lab", "upload the model of a run, with a card"),
 }
 """Command → its module in this package, and its line in the list of commands."""
-_HEADINGS = {
-    "init": "train",
-    "doctor": "before a run",
-    "status": "results",
-    "convert hf-to-megatron": "checkpoints",
-}
+_HEADINGS = {"init": "train", "doctor": "before a run", "status": "results", "push": "checkpoints"}
 """Command → heading above its line."""
 
 
