@@ -11,8 +11,10 @@ import json
 import re
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ("objective", "losses", "plugin", "types", "weights")
@@ -143,14 +145,34 @@ def clicks(site: Path) -> dict[Path, int]:
 
 
 def search(site: Path, question: str) -> list[str]:
-    """Places by relevance; the site's own index, with its weights of tags and titles."""
-    from lunr import lunr
+    """Places by relevance; the site's own index, weights and words, without stems."""
+    index, words = index_of(site)
+    return [one["ref"] for one in index.search(words(question).lower())]
 
-    index = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))["docs"]
-    documents = [entry | {"tags": " ".join(entry.get("tags", ()))} for entry in index]
-    weights = {"title": 10**3, "text": 1, "tags": 10**6}
-    fields = [{"field_name": name, "boost": boost} for name, boost in weights.items()]
-    return [one["ref"] for one in lunr(ref="location", fields=fields, documents=documents).search(question)]
+
+@cache
+def index_of(site: Path) -> tuple[Any, Callable[[str], str]]:
+    """The index, and what makes words of a text."""
+    from lunr import get_default_builder, lunr
+    from lunr.stop_word_filter import stop_word_filter
+
+    index = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))
+    weights = {name: options["boost"] for name, options in index["config"]["fields"].items()}
+    fields = [{"field_name": name, "boost": int(boost)} for name, boost in weights.items()]
+
+    def words(text: str) -> str:
+        return " ".join(re.split(index["config"]["separator"], html.unescape(re.sub(r"<[^>]+>", " ", text))))
+
+    documents = [
+        {"location": entry["location"]}
+        | {name: words(" ".join(entry.get(name, ())) if name == "tags" else entry[name]) for name in weights}
+        for entry in index["docs"]
+    ]
+    builder = get_default_builder()
+    builder.pipeline.reset()
+    builder.pipeline.add(stop_word_filter)
+    builder.search_pipeline.reset()
+    return lunr(ref="location", fields=fields, documents=documents, builder=builder), words
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ _TAGS = {
     "config/#checkpoint": ["checkpoint interval", "checkpoint.every"],
     "config/#rollout": ["temperature", "rollout.samples"],
     "config/#run": ["seed", "run.steps"],
+    "running/#resuming": ["resume"],
+    "metrics/#the-band": ["LRE"],
     "config/#log": ["wandb", "tensorboard", "log.wandb"],
 }
 """Place of the site → what users type who look for it. The search puts these above titles."""
