@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ from megatron_fspo.lab.sweep.summary import as_json, compared, mean_over_seeds, 
 from megatron_fspo.objective.band import DEFAULT_C
 from megatron_fspo.objective.fairness import length_bins
 
+sys.path.append(str(ROOT / "docs"))
+from dark import for_dark
+
 PARTS = ("bands", "widths", "losses", "ledger", "ledger_growth", "words", "words_fresh", "words_bf16")
 PARTS += ("filler_certain", "filler_uncertain")
 KEPT = ("ledger", "ledger_growth")
@@ -45,8 +49,8 @@ PROGRAMS = {"random": ("benchmarks/ledger/random_clip.py", "sqrt")}
 """Arm → words after ``python``, of one that is no run of ``megatron-fspo train``."""
 LOOKS = {
     "sqrt": ("√L (FSPO)", "#0072b2", "o"),
-    "constant": ("constant", "#d55e00", "s"),
-    "linear": ("L", "#009e73", "v"),
+    "constant": ("constant (as RLOO)", "#d55e00", "s"),
+    "linear": ("L (as GSPO)", "#009e73", "v"),
 }
 """Arm → label, colour (Okabe and Ito's) and marker."""
 SHORT = "--run.steps 5 --rollout.prompts 12 --evaluation.every 5 --evaluation.samples 4".split()
@@ -146,8 +150,8 @@ def rates_by_length(runs: Sequence[Records], column: str) -> tuple[list[float], 
     return means, rates
 
 
-def draw(records: Path, found: Mapping[str, Any], path: Path) -> None:
-    """Share really clipped against response length, for either sign of A, with its interval over seeds."""
+def draw(records: Path, path: Path) -> None:
+    """Share clipped against response length, for either sign of A, with its interval over seeds."""
     with np.load(records) as file:
         judged = file["advantage"] != 0
         column = {name: file[name][judged] for name in ("arm", "seed", "length", "advantage", "clipped")}
@@ -157,8 +161,8 @@ def draw(records: Path, found: Mapping[str, Any], path: Path) -> None:
         figure = Figure(figsize=(8.2, 3.7), layout="constrained", facecolor="white")
         signs = {"A > 0": column["advantage"] > 0, "A < 0": column["advantage"] < 0}
         for axes, (title, of_sign) in zip(figure.subplots(1, 2, sharey=True), signs.items(), strict=True):
-            for arm in (arm for arm in LOOKS if arm in found["arms"]):
-                (label, colour, marker), error = LOOKS[arm], found["arms"][arm]["lre_within_sign"]
+            for arm in (arm for arm in LOOKS if arm in column["arm"]):
+                label, colour, marker = LOOKS[arm]
                 own = of_sign & (column["arm"] == arm)
                 rates = [
                     [
@@ -169,16 +173,16 @@ def draw(records: Path, found: Mapping[str, Any], path: Path) -> None:
                 ]
                 mean, reach = np.mean(rates, 1), np.array([t_half_width(row) for row in rates])
                 axes.fill_between(lengths, mean - reach, mean + reach, color=colour, alpha=0.13, lw=0)
-                label += f": LRE {error['value']:.3f}"
                 axes.plot(lengths, mean, color=colour, marker=marker, ms=5, lw=2.2, label=label)
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:.0f}")
             axes.set(xlabel="response length L (tokens)", title=title)
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        figure.axes[0].set(ylabel="share really clipped", ylim=(0, None))
+        figure.axes[0].set(ylabel="share clipped", ylim=(0, None))
         shown = figure.axes[0].get_legend_handles_labels()
         figure.legend(*shown, loc="outside upper center", ncols=3, frameon=False)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(path, metadata={"Date": None})
+    path.write_text(for_dark(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def main() -> None:
@@ -220,7 +224,7 @@ def main() -> None:
             keep_counts(sweep, path.with_suffix(".npz"))
         if part == KEPT[0] or args.short:
             picture = results / "fairness.svg" if args.short else ROOT / "docs/fairness.svg"
-            draw(path.with_suffix(".npz"), found, picture)
+            draw(path.with_suffix(".npz"), picture)
         print(path)
     if args.short:
         shutil.rmtree(results)

@@ -25,6 +25,8 @@ Several files can be layered:
 
 ```
 megatron-fspo train --config examples/qwen3_8b/run.toml --config examples/qwen3_8b/rloo.toml
+pip install argcomplete     # once, for commands and keys with Tab; in ~/.bashrc:
+# eval "$(register-python-argcomplete megatron-fspo)"
 ```
 
 - A later file overrides the keys that it sets; the command line overrides all files.

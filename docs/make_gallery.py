@@ -19,6 +19,9 @@ from megatron_fspo.lab.report.charts import as_svg
 from megatron_fspo.lab.report.page import write_report
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from dark import for_dark  # noqa: E402
+
 RUN = HERE / "gallery/run"
 TRAIN = (
     "megatron-fspo train --config examples/make_sum/run.toml --run.steps 6 --evaluation.every 0 \\\n"
@@ -59,7 +62,7 @@ def pictures_of(page: Path, titles: dict[str, str]) -> dict[str, str]:
     found = {title: figures[name] for name, title in places}
     # Outside of the page there is nothing behind the picture.
     white = {name: {**one, "config": one["config"] | {"background": "white"}} for name, one in found.items()}
-    return {name_of(title): as_svg(white[title]) for title in titles}
+    return {name_of(title): for_dark(as_svg(white[title])) for title in titles}
 
 
 def draw() -> dict[str, str]:
@@ -116,7 +119,7 @@ megatron-fspo explain runs/gallery --out runs/gallery-explained
 - `megatron-fspo calibrate --config examples/make_sum/run.toml --nproc 2` draws what noise does to the
   band: [FP8](fp8.md).
 
-**Next**: [Every metric](metrics.md) · [explain](explain.md)
+**Next**: [Metrics](metrics.md) · [explain](explain.md)
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,9 @@ import torch
 from megatron_fspo.packing.zigzag import local_positions
 
 TARGET = Path(__file__).with_name("parallelism.svg")
+sys.path.insert(0, str(TARGET.parent))
+from dark import for_dark  # noqa: E402
+
 CP = 2
 PROMPTS, RESPONSES = (4, 2, 1), (8, 5, 2)
 CLIPPED = 1
@@ -233,7 +237,7 @@ def render() -> str:
     ]
     for rank in range(CP):
         parts += rank_panel(rank, [row[i] for i in local_positions(torch.tensor(borders), rank, CP).tolist()])
-    return "\n".join([*parts, *across(), *labels(), "</svg>"]) + "\n"
+    return for_dark("\n".join([*parts, *across(), *labels(), "</svg>"]) + "\n")
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ PUBLISHED = [
 ]  # fmt: skip
 
 HEAD = """\
-# Plan a run
+# Plan
 
 For anyone who wants to know before booking GPUs whether a run fits and about how long a step takes. `make docs` makes this page.
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from launch import REPO, environment, python
-from megatron_fspo.cli import main
+from megatron_fspo.cli import main, make_parser
 from megatron_fspo.config.loading import legal_keys
 
 CONFIG = "examples/make_sum/run.toml"
@@ -132,6 +132,7 @@ def test_help_has_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 0
     out, err = capsys.readouterr()
     assert err == "" and "torchrun --nproc-per-node 8 -m megatron_fspo train" in out
+    assert out.index("common keys:") < out.index("--optimizer.lr") < out.index("[run]:")
     words = set(out.split())
     assert {f"--{key.replace('_', '-')}" for key, _, _ in legal_keys()} <= words
 
@@ -260,7 +261,31 @@ def test_ctrl_c_under_nproc(tmp_path: Path) -> None:
             process.communicate()
 
 
-@pytest.mark.parametrize("words", ["--help", "init --help", "serve --help", "status no_run"])
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [("tr", ["train"]), ("convert v", ["verify"]), ("train --optimizer.lr-m", ["--optimizer.lr-min"])],
+)
+def test_the_shell_completes_commands_and_keys(line: str, offered: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete")
+    line = f"megatron-fspo {line}"
+    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": f"{tmp_path}/out"}
+    asked |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
+    assert python("-m", "megatron_fspo", **asked).returncode == 0
+    assert (tmp_path / "out").read_text().split() == offered
+
+
+def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\033[1mcheckpoints:\033[0m" in make_parser([]).format_help()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\033" not in make_parser([]).format_help()
+
+
+@pytest.mark.parametrize(
+    "words", ["--help", "init --help", "serve --help", "status no_run", "doctor --quick"]
+)
 def test_commands_that_need_no_torch_do_not_import_it(words: str) -> None:
     """Of 1.5 s to a prompt, 1.1 s were torch."""
     program = (

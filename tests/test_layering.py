@@ -84,7 +84,7 @@ THIRD_PARTY = {
         "tomli_w",
         "huggingface_hub",
     },
-    "command line": {"torch", "tqdm", "psutil", "safetensors", "transformers"},
+    "command line": {"argcomplete", "torch", "tqdm", "psutil", "safetensors", "transformers"},
 }
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60  # from `def` to the end, without the docstring

@@ -36,6 +36,15 @@ def test_planned_steps_are_as_long_as_published_ones() -> None:
         assert (0.6 if "a3b" in step.model else 0.85) < ratio < 1.15, step
 
 
+def test_a_page_that_lost_an_asterisk_is_found() -> None:
+    lost = made_by("site_check").lost
+    source = "**w** = √(L + L²/L*), *far* below L\\*, `x*y` and [c·√L](a_b.md)"
+    page = "<p><b>w</b> = √(L + L²/L{0}), <i>far</i> below L{1}, <code>x*y</code> and <a>c·√L</a></p>"
+    assert lost(source, page.format("*", "*")) == []
+    assert lost(source, page.format("<em>", "</em>")) == ["L*,", "L²/L*),"]
+    assert lost(source, "") == ["L*,", "L²/L*),", "c·√L", "√(L"]
+
+
 def made_by(script: str) -> ModuleType:
     """The module of docs/."""
     spec = importlib.util.spec_from_file_location(script, REPO / f"docs/{script}.py")

@@ -2,7 +2,7 @@
 
 Python and TOML are run and read as they stand. A command's program, options, files and keys are checked
 (tests/command_check.py); then it is in ``HERE``, or in ``NOT_RUN``, or a test names its subcommand or file.
-Blocks of ``text`` are what is printed or drawn.
+Blocks of ``text`` are what is printed or drawn, those of ``math`` formulas.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_block_has_a_class() -> None:
-    known = set(blocks("", "sh", "console", "python", "toml", "json", "text"))
+    known = set(blocks("", "sh", "console", "python", "toml", "json", "text", "math"))
     assert [block.where for page in PAGES for block in assign_blocks(page) if block not in known] == []
     assert len(commands()) > 150
 

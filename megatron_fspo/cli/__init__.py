@@ -11,6 +11,7 @@ import json
 import os
 import select
 import sys
+from argparse import SUPPRESS, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -20,30 +21,25 @@ from megatron_fspo.cli.console import OneLineParser, exit_status, quiet_megatron
 COMMANDS = {
     "init": ("init", "create a folder for a new task"),
     "train": ("train", "train a policy"),
+    "sweep": ("lab", "run several arms and seeds, and compare them"),
+    "serve": ("tools", "run vLLM servers for rollouts"),
+    "doctor": ("tools", "show what is installed, what a run would use, and what is missing"),
     "plan": ("lab", "estimate memory and time of a run"),
     "verify": ("checks", "check the gradient of parallel layouts"),
     "calibrate": ("lab", "measure how much of S is noise"),
-    "evaluate": ("evaluate", "measure the accuracy of a checkpoint"),
-    "explain": ("lab", "compare what losses clip in a dump of responses"),
-    "sweep": ("lab", "run several arms and seeds, and compare them"),
     "data check": ("checks", "row counts, duplicates, lengths, errors"),
-    "convert hf-to-megatron": (
-        "convert",
-        "write a Megatron distributed checkpoint",
-    ),
-    "convert megatron-to-hf": (
-        "convert",
-        "write a Hugging Face checkpoint",
-    ),
-    "convert verify": ("verify_checkpoint", "compare two checkpoints bit by bit"),
-    "serve": ("tools", "run vLLM servers for rollouts"),
     "status": ("tools", "show what a run is doing, rank by rank"),
     "report": ("lab", "write the report of a run, or of several compared"),
+    "evaluate": ("evaluate", "measure the accuracy of a checkpoint"),
+    "explain": ("lab", "compare what losses clip in a dump of responses"),
     "push": ("lab", "upload the model of a run, with a card"),
-    "doctor": ("tools", "show what is installed, what a run would use, and what is missing"),
+    "convert hf-to-megatron": ("convert", "write a Megatron distributed checkpoint"),
+    "convert megatron-to-hf": ("convert", "write a Hugging Face checkpoint"),
+    "convert verify": ("verify_checkpoint", "compare two checkpoints bit by bit"),
 }
 """Command → its module in this package, and its line in the list of commands."""
-_GROUPS = {"data": "check data files", "convert": "convert or compare Hugging Face and Megatron checkpoints"}
+_HEADINGS = {"init": "train", "doctor": "before a run", "status": "results", "push": "checkpoints"}
+"""Command → heading above its line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,7 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(words: list[str]) -> int:
     quiet_megatron()
-    parser = make_parser(words)
+    completing = "_ARGCOMPLETE" in os.environ
+    parser = make_parser(os.environ["COMP_LINE"].split()[1:] if completing else words)
+    if completing:
+        from argcomplete import autocomplete  # a user who has its hook in the shell has the package
+
+        autocomplete(parser)
     args, rest = parser.parse_known_args(words)
     args.argv = words
     # `verify` accepts configuration keys only with --config.
@@ -88,14 +89,23 @@ def make_parser(words: Sequence[str] | None = None) -> OneLineParser:
     ``words``, only the module of their command is imported; the parsers of the others have no arguments."""
     from megatron_fspo import __version__
 
-    parser = OneLineParser(prog="megatron-fspo", description="FSPO for LLMs on Megatron-Core.")
+    listed = ""
+    for name, (_, text) in COMMANDS.items():
+        listed += f"\n{_HEADINGS[name]}:\n" if name in _HEADINGS else ""
+        listed += f"  {name:<23} {text}\n"
+    parser = OneLineParser(
+        prog="megatron-fspo",
+        usage="megatron-fspo [-h] [--version] COMMAND ...",
+        description=f"FSPO for LLMs on Megatron-Core; COMMAND --help has arguments and examples.\n{listed}",
+        formatter_class=RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", prog="megatron-fspo", required=True, help=SUPPRESS)
     groups = {"": commands}
     for words_of, (module, text) in COMMANDS.items():
         group, _, name = words_of.rpartition(" ")
         if group not in groups:
-            parent = commands.add_parser(group, help=_GROUPS[group])
+            parent = commands.add_parser(group)
             groups[group] = parent.add_subparsers(dest="action", required=True)
         if words is None or words[: len(words_of.split())] == words_of.split():
             command = getattr(import_module(f"megatron_fspo.cli.{module}"), name.replace("-", "_"))

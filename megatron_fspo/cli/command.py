@@ -47,6 +47,11 @@ class Command:
         parser.set_defaults(run=self.run, keys=self.keys)
         for add in self.arguments:
             add(parser)
+        if self.keys and "_ARGCOMPLETE" in os.environ:
+            from megatron_fspo.config.loading import legal_keys
+
+            for key in dict.fromkeys(key for key, *_ in legal_keys()):
+                parser.add_argument(f"--{key.replace('_', '-')}")
 
 
 def command(*arguments: Argument, keys: bool = False, epilog: str | None = None) -> Callable[[Run], Command]:

@@ -7,6 +7,7 @@ import difflib
 import errno
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +72,14 @@ class OneLineParser(argparse.ArgumentParser):
 
         keys = {key for key, *_ in legal_keys() if key.partition(".")[2] == flag[2:].replace("-", "_")}
         return sorted(f"--{key.replace('_', '-')}" for key in keys)
+
+    def format_help(self) -> str:
+        """Return the help; on a terminal, unless NO_COLOR is set, with bold headings and flags."""
+        text = super().format_help()
+        plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        return (
+            text if plain else re.sub(r"^\S.*:$|^ +--?\S+", "\033[1m\\g<0>\033[0m", text, flags=re.MULTILINE)
+        )
 
     def error(self, message: str) -> NoReturn:
         say(f"{self.prog}: {message}; see {self.prog} --help")

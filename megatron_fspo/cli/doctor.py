@@ -64,6 +64,22 @@ def absent(extra: str = "") -> list[str]:
     return [name for name, module in _MODULES[extra].items() if not _importable(module)]
 
 
+def installed() -> dict[str, Any]:
+    """Return the findings of :func:`examine` that need no torch."""
+    required = absent()
+    later = "install the packages above, then run" if required else "not looked for: without --quick, run"
+    return {
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "gpus": [],
+        "use": {},
+        "transformer engine": {},
+        "ports": _PORTS,
+        "missing": [f"{later} `megatron-fspo doctor` again"],
+        "required": required,
+    }
+
+
 def examine(config: Config | None = None) -> dict[str, Any]:
     """Examine the installation and return the findings as JSON types.
 
@@ -73,18 +89,8 @@ def examine(config: Config | None = None) -> dict[str, Any]:
     package does not import. Without torch, megatron-core or pydantic, ``gpus`` and ``use`` are empty. Raises
     ``InputError`` if the run's model cannot be read.
     """
-    required = absent()
-    findings: dict[str, Any] = {
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
-        "gpus": [],
-        "use": {},
-        "transformer engine": {},
-        "ports": _PORTS,
-        "missing": ["install the packages above, then run `megatron-fspo doctor` again"],
-        "required": required,
-    }
-    if {"torch", "megatron-core", "pydantic"} & set(required):
+    findings = installed()
+    if {"torch", "megatron-core", "pydantic"} & set(findings["required"]):
         return findings
     import torch
 
@@ -195,10 +201,7 @@ def render(findings: dict[str, Any]) -> str:
         *block("a run here uses", findings["use"]),
         *block("where a job listens", findings["ports"]),
         *block("Transformer Engine here", findings["transformer engine"]),
-        *(
-            listed("missing for a run on GPUs", findings["missing"])
-            or ["", "missing for a run on GPUs", "  nothing"]
-        ),
+        *listed("missing for a run on GPUs", findings["missing"] or ["nothing"]),
     ]
     return "\n".join(lines)
 

@@ -86,11 +86,12 @@ def status(args: argparse.Namespace, _: list[str]) -> int:
 @command(
     argument("trainer", "check that FSPO is registered in this trainer", nargs="?", choices=["verl"]),
     config_files("configuration (TOML): show the attention backend for its shapes"),
+    argument("--quick", "list packages only, without torch: GPUs and what they need are not looked for"),
     JSON,
 )
 def doctor(args: argparse.Namespace, _: list[str]) -> int:
     """Print what is installed; with a trainer, exit with status 1 if FSPO is not registered in it."""
-    from megatron_fspo.cli.doctor import examine, render, verl_problem
+    from megatron_fspo.cli.doctor import examine, installed, render, verl_problem
 
     if args.trainer is not None:
         why = verl_problem()
@@ -99,10 +100,10 @@ def doctor(args: argparse.Namespace, _: list[str]) -> int:
         print(json.dumps(findings) if args.json else said)
         return 0 if why is None else 1
     config = None
-    if args.config:
+    if args.config and not args.quick:
         from megatron_fspo.config.loading import load_config
 
         config = load_config(args.config, [])
-    findings = examine(config)
+    findings = installed() if args.quick else examine(config)
     print(json.dumps(findings) if args.json else render(findings))
     return 0

@@ -10,8 +10,31 @@ from pathlib import Path
 from megatron_fspo.cli.command import NPROC, argument, command, config_files, start_ranks, world_size
 from megatron_fspo.cli.console import import_megatron, say
 from megatron_fspo.cli.doctor import absent, missing_package
-from megatron_fspo.config.loading import describe_keys, load_config
+from megatron_fspo.config.loading import UNIONS, legal_keys, load_config, variants_of
 from megatron_fspo.errors import InputErrors, TrainingError
+
+_COMMON = (
+    "model.checkpoint data.train data.validation reward.name run.name run.steps optimizer.lr rollout.engine "
+    "rollout.prompts rollout.samples rollout.max_response_tokens batch.max_tokens parallel.tensor log.wandb"
+).split()
+
+
+def describe_keys() -> str:
+    """Return the reference of all keys for ``--help``, a line per key: common ones, then sections."""
+    lines: dict[str, list[str]] = {"common keys": []}
+    for key, field, variant in legal_keys():
+        word = str(field.default)
+        word = "none" if field.default is None else word.lower() if isinstance(field.default, bool) else word
+        default = "required" if field.is_required() else f"default {word}"
+        text = field.description or ""
+        section, _, name = key.partition(".")
+        if name == "name" and section in UNIONS:
+            *first, last = variants_of(section)
+            text = f"{', '.join(first)} or {last}"
+        owner = f" [{variant}]" if variant else ""
+        own = lines["common keys"] if key in _COMMON else lines.setdefault(f"[{section}]", [])
+        own.append(f"  --{key.replace('_', '-'):<32} {text}{owner} ({default})")
+    return "\n\n".join("\n".join([f"{heading}:", *own]) for heading, own in lines.items())
 
 
 @command(
@@ -28,7 +51,7 @@ from megatron_fspo.errors import InputErrors, TrainingError
     ),
     argument("--check", "report all errors in the input, and exit"),
     keys=True,
-    epilog=f"configuration keys:\n{describe_keys()}",
+    epilog=describe_keys(),
 )
 def train(args: argparse.Namespace, overrides: list[str]) -> int:
     """Train a policy with FSPO (or RLOO, GSPO, GRPO, DAPO, CISPO), from a Hugging Face checkpoint.

@@ -79,9 +79,9 @@ def make_config(
     for key, value in _parse_overrides(overrides):
         _set(tree, key, value)
         origin_of[key] = f"--{key}"
-    for section in _UNIONS:
+    for section in UNIONS:
         if isinstance(tree.setdefault(section, {}), dict):
-            tree[section].setdefault("name", _variants(section)[0])
+            tree[section].setdefault("name", variants_of(section)[0])
     wrong = _take_words(tree)
     try:
         config = Config.model_validate(tree)
@@ -107,7 +107,7 @@ def _lay_over(tree: dict[str, Any], layer: dict[str, Any]) -> None:
         if not (isinstance(keys, dict) and isinstance(below, dict)):
             tree[section] = keys
             continue
-        named = below.get("name", _variants(section)[0]) if section in _UNIONS else None
+        named = below.get("name", variants_of(section)[0]) if section in UNIONS else None
         # Another loss has other keys. A file without a name changes the current loss.
         other = named is not None and keys.get("name", named) != named
         tree[section] = keys if other else below | keys
@@ -177,23 +177,6 @@ def legal_keys() -> Iterator[tuple[str, FieldInfo, str]]:
             yield f"{section}.name", variants[0].model_fields["name"], ""
 
 
-def describe_keys() -> str:
-    """Return the reference of all keys for ``--help``, one line per key."""
-    lines = []
-    for key, field, variant in legal_keys():
-        word = str(field.default)
-        word = "none" if field.default is None else word.lower() if isinstance(field.default, bool) else word
-        default = "required" if field.is_required() else f"default {word}"
-        text = field.description or ""
-        section, _, name = key.partition(".")
-        if name == "name" and section in _UNIONS:
-            *first, last = _variants(section)
-            text = f"{', '.join(first)} or {last}"
-        owner = f" [{variant}]" if variant else ""
-        lines.append(f"  --{key.replace('_', '-'):<32} {text}{owner} ({default})")
-    return "\n".join(lines)
-
-
 def _models(field: FieldInfo) -> list[type[BaseModel]]:
     """Return the section's model, or the variants of a union."""
     annotation = field.annotation
@@ -202,11 +185,12 @@ def _models(field: FieldInfo) -> list[type[BaseModel]]:
     return list(get_args(annotation))
 
 
-_UNIONS = tuple(section for section, field in Config.model_fields.items() if len(_models(field)) > 1)
+UNIONS = tuple(section for section, field in Config.model_fields.items() if len(_models(field)) > 1)
 """Sections with variants, which ``name`` selects; the default is the first variant."""
 
 
-def _variants(section: str) -> list[str]:
+def variants_of(section: str) -> list[str]:
+    """Return the values of a section's ``name``."""
     return [str(model.model_fields["name"].default) for model in _models(Config.model_fields[section])]
 
 
@@ -299,7 +283,7 @@ def _line(details: Mapping[str, Any]) -> tuple[str, str]:
         if kind == "extra_forbidden":
             close = difflib.get_close_matches(path[-1], DataSet.model_fields, n=1, cutoff=0.5)
             return key, f"unknown key {key}{f'; did you mean {close[0]}?' if close else ''}"
-    elif len(path) == 3 and path[0] in _UNIONS:
+    elif len(path) == 3 and path[0] in UNIONS:
         # A union's location includes the variant's tag (loss.fspo.c_low), which the file has not.
         key, variant = f"{path[0]}.{path[2]}", path[1]
     if kind == "extra_forbidden":
@@ -308,9 +292,9 @@ def _line(details: Mapping[str, Any]) -> tuple[str, str]:
         return key, f"{key} is missing"
     if kind.startswith("union_tag") and key:
         name = value.get("name") if isinstance(value, dict) else value
-        close = difflib.get_close_matches(str(name), _variants(path[0]), n=1)
+        close = difflib.get_close_matches(str(name), variants_of(path[0]), n=1)
         meant = f"did you mean {close[0]}? It " if close else ""
-        return key, f"{key}.name = {name!r}: {meant}must be one of {', '.join(_variants(path[0]))}"
+        return key, f"{key}.name = {name!r}: {meant}must be one of {', '.join(variants_of(path[0]))}"
     if kind != "value_error":  # pydantic's own words
         message = message[0].lower() + message[1:]
     return key, f"{key} = {value!r}: {message}" if key else message

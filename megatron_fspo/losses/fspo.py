@@ -320,7 +320,7 @@ class FSPOState(LossState):
         scale = 2 * (calibrator.steady_c or calibrator.c) / (loss.c_low + loss.c_high)
         text = f"c_low = {scale * loss.c_low:.4g}, c_high = {scale * loss.c_high:.4g}"
         if not calibrator.steady:
-            return f"{text}, until two windows of {calibrator.mini_batches} mini-batches agree on sigma-hat"
+            return f"{text}; provisional: the next {calibrator.mini_batches} mini-batches check it"
         if calibrator.measured is not None:
             low, high = calibrator.measured.interval
             text += (

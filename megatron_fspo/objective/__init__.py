@@ -24,8 +24,8 @@ Nothing here depends on Megatron, process groups or a model, so any trainer can 
     >>> new.grad.abs().sum(dim=1).gt(0).tolist()
     [False, True, False, True]
 
-Import ``calibration``, ``noise`` and ``correction`` from their modules. We had access to the abstracts of the
-paper only (arXiv 2509.09177): docstrings separate what these say, what is second-hand, and what is ours.
+Import ``calibration``, ``noise`` and ``correction`` from their modules. Docstrings name the source of each
+formula: the paper (arXiv 2509.09177, of which we know the abstracts), second-hand, or ours.
 """
 
 from megatron_fspo.objective.advantages import group_normalized_advantages, leave_one_out_advantages

@@ -253,4 +253,4 @@ def observe(
     # Results may differ in rounding on other processors, so use the first rank's.
     loss.load_state_dict(agreed(loss.state_dict(), groups))
     if (band := loss.calibrated()) != before:
-        log.say(f"step {state.step + 1}: the band from here on: {band}")
+        log.say(f"step {state.step + 1}: clip band: {band}")

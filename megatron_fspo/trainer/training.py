@@ -137,7 +137,7 @@ def resumable(run: Training, metrics: dict[str, float]) -> Iterator[None]:
             save(run, wait=True, cursor=cursor)
         raise
     except RewardError as error:
-        going_on = "--resume starts over"  # nothing to save before the first step
+        going_on = "no step was done: --resume begins at step 1"
         if state.step:
             save(run, wait=True, cursor=cursor)
             finish_save(state, config, log, wait=True, prune=False)

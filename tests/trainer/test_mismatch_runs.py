@@ -69,7 +69,7 @@ def test_the_band_is_measured_after_updates_and_not_from_mismatch_alone(done: Do
         moved = [value for update, values in by_update.items() if update not in still for value in values]
         spread.append(median(moved) / 0.6745)
         batches += [values for update, values in by_update.items() if update not in still]
-    (first, *_) = re.findall(r"the band from here on: c_low = ([\d.e-]+),", done["measured"][1])
+    (first, *_) = re.findall(r"clip band: c_low = ([\d.e-]+),", done["measured"][1])
     sigma = median(value for values in batches[:3] for value in values) / 0.6745
     assert float(first) == pytest.approx(2 * sigma, rel=1e-3)
     assert done["measured"][0]["fspo/sigma_hat"] == pytest.approx(spread[-1], rel=1e-4)

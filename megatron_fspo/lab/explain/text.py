@@ -155,13 +155,7 @@ def sentences(explanation: Explanation) -> Iterator[str]:
     """Yield the verdict, and then what the tables do not have."""
     given, matched, rate = explanation.given, explanation.matched, explanation.rate
     if matched:
-        finite = [loss for loss in matched if math.isfinite(loss.lre_signed.mean)]
-        even = sorted(finite, key=lambda loss: loss.lre_signed.mean)
-        listed = ", ".join(f"{_lre(loss.lre_signed)} for {loss.name}" for loss in even)
-        yield (
-            f"With {rate:.1%} outside for each, LRE of what is clipped is {listed}. An interval that begins "
-            "at 0 shows no dependence on length."
-        )
+        yield _verdict([loss for loss in matched if math.isfinite(loss.lre_signed.mean)], rate)
     else:
         yield (
             f"{given[0].name} has none or all of the responses outside its band, so there is no rate to "
@@ -182,6 +176,17 @@ def sentences(explanation: Explanation) -> Iterator[str]:
                 f"{loss.name} has {loss.out_of_band:.1%} outside even at the widest limits of float64: "
                 "it does not compare with the others."
             )
+
+
+def _verdict(losses: Sequence[LossFigures], rate: float) -> str:
+    """Say which losses clip less evenly over length than the best one, by the intervals of LRE."""
+    even = sorted(losses, key=lambda loss: loss.lre_signed.mean)
+    listed = "; ".join(f"{loss.name} {_lre(loss.lre_signed)}" for loss in even)
+    ends = [loss.lre_signed.mean_interval for loss in even]
+    apart = [loss.name for loss, (low, _) in zip(even, ends, strict=True) if low > ends[0][1]]
+    first = f"{even[0].name} clips" if apart else "No loss clips clearly"
+    verdict = f"{first} more evenly over length than {' and '.join(apart) or 'another'}"
+    return f"{verdict}, with {rate:.1%} outside for each. LRE (0: even): {listed}."
 
 
 def format_limits(limits: dict[str, float]) -> str:
@@ -220,12 +225,13 @@ def _parts(parts: Parts) -> str:
     def figure(estimate: Estimate, form: str = ".3g") -> str:
         return with_interval(estimate.value, estimate.low, estimate.high, form)
 
-    equal = f"; the two are equal at {parts.crossover:,.0f} tokens"
+    told = (
+        f"equal to the noise at {parts.crossover:,.0f} tokens" if parts.signal.low > 0 else "not told from 0"
+    )
     return (
-        f"Taken apart by the halves of each response, S has noise of {figure(parts.noise)} nats per √token "
-        f"and, in all tokens of a response alike, {figure(parts.signal)} nats per token"
-        f"{equal if parts.signal.low > 0 else ', which is not told from 0'}. At the median of "
-        f"{parts.median:,} tokens it grows as L^{figure(parts.exponent, '.2f')}."
+        f"S is noise of {figure(parts.noise)} nats per √token, plus a shift of {figure(parts.signal)} nats "
+        f"per token that all tokens of a response share ({told}). At the median of "
+        f"{parts.median:,} tokens, S grows as L^{figure(parts.exponent, '.2f')}."
     )
 
 
