@@ -18,6 +18,7 @@ from megatron_fspo.config.data import Data
 from megatron_fspo.config.environment import Environment
 from megatron_fspo.config.fp8 import FP8
 from megatron_fspo.config.reward import Reward
+from megatron_fspo.config.teacher import Teacher
 from megatron_fspo.losses import FSPOLoss, PolicyLossConfig
 from megatron_fspo.section import Section
 
@@ -34,7 +35,7 @@ class Config(Section):
     data: Data
     reward: Reward
     environment: Environment = Environment()
-    teacher: sections.Teacher = sections.Teacher()
+    teacher: Teacher = Teacher()
     rollout: sections.Rollout
     vllm: sections.VLLM = sections.VLLM()
     loss: PolicyLossConfig = FSPOLoss()
@@ -157,17 +158,15 @@ class Config(Section):
                 f"{key} needs rollout.top_p = 1, not {self.rollout.top_p}: log-probs of a cut vocabulary are "
                 "renormalised, a bias that grows with length"
             )
-        if self.supervised:
-            self._check_supervised()
         self.environment.check(rewards=self.reward.names, replay=self.moe.replay)
-        self.teacher.check(kl_coef=self.loss.kl_coef, temperature=self.rollout.temperature)
         self.moe.check(engine=self.rollout.engine, sampled=sampled)
         self.loss.check(off_policy_updates=self.off_policy_updates, sampled=sampled)
         self.fp8.check(dtype=self.model.dtype, layers=self.model.layers, backend=self.model.backend)
         return self
 
-    def _check_supervised(self) -> None:
-        """Raise ``ValueError`` for keys that need responses of the policy."""
+    @model_validator(mode="after")
+    def _keys_fit_what_is_learned(self) -> Config:
+        self.teacher.check(kl_coef=self.loss.kl_coef, temperature=self.rollout.temperature)
         wrong = {
             "rollout.engine": self.rollout.engine == "vllm",
             "rollout.dynamic_sampling": self.rollout.dynamic_sampling,
@@ -177,8 +176,9 @@ class Config(Section):
             "environment.name": self.environment.name is not None,
             "moe.replay": self.moe.replay != "off",
         }
-        if keys := [key for key, is_set in wrong.items() if is_set]:
+        if self.supervised and (keys := [key for key, is_set in wrong.items() if is_set]):
             raise ValueError(
                 f"loss.name = {self.loss.name} learns the responses of data.train, without rollouts: remove "
                 f"{', '.join(keys)}"
             )
+        return self

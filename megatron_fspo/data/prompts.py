@@ -108,20 +108,14 @@ def load_set(
                 'same prompt; set data.conflicts to "drop" (removes all of them) or "keep"'
             )
         text, ids, response = encode_row(task, source, tokenizer, stops)
-        if len(ids) > max_prompt_tokens:
+        what, size, key, most = repr(source.prompt_key), len(ids), "max_prompt_tokens", max_prompt_tokens
+        if size <= most and response is not None:
+            what, size = "the response", len(response.token_ids)
+            key, most = "rollout.max_response_tokens", max_response_tokens
+        if size > most:
             if source.too_long == "error":
-                task.row.fail(
-                    f"{source.prompt_key!r} has {len(ids)} tokens, max_prompt_tokens is {max_prompt_tokens}"
-                )
-            dropped["too long"] += 1
-            continue
-        if response is not None and len(response.token_ids) > max_response_tokens:
-            if source.too_long == "error":
-                task.row.fail(
-                    f"the response has {len(response.token_ids)} tokens, but rollout.max_response_tokens is "
-                    f"{max_response_tokens}"
-                )
-            dropped["long response"] += 1
+                task.row.fail(f"{what} has {size} tokens, {key} is {most}")
+            dropped["too long" if what != "the response" else "long response"] += 1
             continue
         kept.append((task, text, ids, response))
     if source.conflicts == "drop":

@@ -89,11 +89,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         loss.load_state_dict(state["loss"])
     step, spikes = state["step"], state["spikes"]
     groups.control.barrier("the weights to be loaded")
-    reference = None
-    if config.teacher.checkpoint:
-        reference = load_model(inputs, groups, config.teacher.checkpoint)
-    elif config.loss.kl_coef and not (inputs.arch.adapters or config.teacher.urls):
-        reference = load_model(inputs, groups)
+    reference = _load_reference(inputs, groups)
     engine = build_engine(inputs, policy, servers, *([reference] if reference else []))
     engine.update_weights(step)
     grader = make_grader(config, groups)
@@ -220,6 +216,14 @@ def _open_folder(
     for note in inputs.notes:
         log.say(note)
     return log
+
+
+def _load_reference(inputs: Inputs, groups: ParallelGroups) -> Model | None:
+    """Load the reference of the KL penalty, if it is a model of its own here. Collective."""
+    config = inputs.config
+    if config.teacher.checkpoint or not config.loss.kl_coef or inputs.arch.adapters or config.teacher.urls:
+        return load_model(inputs, groups, config.teacher.checkpoint) if config.teacher.checkpoint else None
+    return load_model(inputs, groups)
 
 
 def load_model(inputs: Inputs, groups: ParallelGroups, checkpoint: Path | None = None) -> Model:

@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_fspo.evaluation.intervals import interval_of_means
+from megatron_fspo.evaluation.intervals import interval_of_ratio
 from megatron_fspo.evaluation.records import Key, Record, RecordFile
 from megatron_fspo.evaluation.results import summary_metrics
 from megatron_fspo.evaluation.summary import per_problem, summarize
@@ -144,10 +143,7 @@ def evaluate_loss(inputs: Inputs, model: Model, scoring: Scoring, groups: Parall
         sets.setdefault(prompt.dataset, []).append((-own.double().sum().item(), len(own)))
     metrics: dict[str, float] = {}
     for name, pairs in sets.items():
-        sums, tokens = np.array(pairs, dtype=np.float64).T
-        loss = sums.sum() / tokens.sum()
-        # Linearised: conversations differ in length, and the loss is a ratio of sums.
-        (estimate,) = interval_of_means({name: (loss + (sums - loss * tokens) / tokens.mean())[:, None]})
+        estimate = interval_of_ratio(name, *zip(*pairs, strict=True))
         metrics |= {f"val/{name}/loss": estimate.value}
         metrics |= {f"val/{name}/loss/low": estimate.low, f"val/{name}/loss/high": estimate.high}
     return shared(metrics, groups)

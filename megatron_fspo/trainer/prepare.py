@@ -20,7 +20,7 @@ from megatron_fspo.data.check import examine
 from megatron_fspo.data.cursor import mixture, most_at_once
 from megatron_fspo.data.hub import from_hub
 from megatron_fspo.data.prompts import LoadedSet, load_sets, notes
-from megatron_fspo.data.tasks import make_sources
+from megatron_fspo.data.tasks import Which, make_sources
 from megatron_fspo.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
 from megatron_fspo.environments.agent import AgentEnvironment
 from megatron_fspo.environments.text import TextEnvironment
@@ -131,13 +131,10 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
             attempt(lambda: check_fp8(config.fp8, backend, arch, config.parallel, machine=not elsewhere))
         attempt(lambda: check_checkpoint(open_checkpoint(model.checkpoint, arch), arch))
         tokenizer = attempt(lambda: _tokenizer(config, arch))
-        if config.teacher.checkpoint:
-            attempt(partial(_check_teacher, config, config.teacher.checkpoint, tokenizer))
     attempt.wrong(*_disagreements(config, world_size if trains else 0, arch))
     if tokenizer is not None:
         train = attempt(lambda: _train_sets(config, tokenizer)) if trains else ()
-        load = partial(load_sets, config.data, "validation", tokenizer)
-        validation = attempt(lambda: load(**_responses(config, tokenizer)))
+        validation = attempt(lambda: _load(config, "validation", tokenizer))
     else:
         for which in ("train", "validation") if trains else ("validation",):
             for source in make_sources(config.data, which):
@@ -201,6 +198,8 @@ def _tokenizer(config: Config, arch: Architecture) -> Any:
     check_vocabulary(tokenizer, arch.vocab_size)
     stops = stop_token_ids(tokenizer, config.model.checkpoint, config.rollout.stop_token_ids)
     _environment(config, tokenizer, stops)
+    if config.teacher.checkpoint:
+        _check_teacher(config, config.teacher.checkpoint, tokenizer)
     return tokenizer
 
 
@@ -209,8 +208,6 @@ def _check_teacher(config: Config, folder: Path, tokenizer: Any) -> None:
     arch = read_architecture(folder)
     check_parallel(arch, config.parallel)
     check_checkpoint(open_checkpoint(folder, arch), arch)
-    if tokenizer is None:
-        return
     ours, theirs = tokenizer.get_vocab(), load_tokenizer(folder).get_vocab()
     if ours != theirs:
         differ = sorted(ours.items() ^ theirs.items())
@@ -227,14 +224,14 @@ def _environment(config: Config, tokenizer: Any, stops: Sequence[int]) -> Enviro
     return kind(config.environment, tokenizer, stops)
 
 
-def _responses(config: Config, tokenizer: Any) -> dict[str, Any]:
-    """Return what reading the responses of data sets needs."""
+def _load(config: Config, which: Which, tokenizer: Any) -> tuple[LoadedSet, ...]:
     stops = stop_token_ids(tokenizer, config.model.checkpoint, config.rollout.stop_token_ids)
-    return {"stops": stops, "max_response_tokens": config.rollout.max_response_tokens}
+    longest = config.rollout.max_response_tokens
+    return load_sets(config.data, which, tokenizer, stops=stops, max_response_tokens=longest)
 
 
 def _train_sets(config: Config, tokenizer: Any) -> tuple[LoadedSet, ...]:
-    train = load_sets(config.data, "train", tokenizer, **_responses(config, tokenizer))
+    train = _load(config, "train", tokenizer)
     mixed = mixture(_prompts(train), config.data)
     asked = config.rollout.prompts
     for dataset, most in zip(train, most_at_once(mixed, asked), strict=True):

@@ -201,8 +201,8 @@ def select(rollout: Rollout, groups: Sequence[int]) -> Rollout:
 
 
 def sampling_metrics(rollout: Rollout, *, environment: bool = False, graded: bool = True) -> dict[str, float]:
-    """Return metrics of lengths, and if ``graded`` of rewards (the mean with its 95% interval) and advantages,
-    over all responses.
+    """Return metrics of lengths, and if ``graded`` of rewards (the mean with its 95% interval) and
+    advantages, over all responses.
 
     ``critic/zero_variance_groups`` is the share of groups whose advantages are all 0. With an environment:
     turns, rows, seconds of replies per trajectory, failures per turn, inserted share of tokens after prompts.
