@@ -77,8 +77,8 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         recompute=config.model.recompute == "full",
         fp8=config.fp8,
     )
-    longest, updates = config.rollout.max_response_tokens, config.off_policy_updates
-    rollouts = config.rollouts_after_warmup
+    longest, rollouts = config.rollout.max_response_tokens, config.rollouts_after_warmup
+    updates = config.off_policy_updates
     loss = config.loss.start(inputs.noise, longest=longest, updates=updates, rollouts=rollouts)
     sets, rows = mixture(inputs.train, config.data), digest_prompts(inputs.train)
     size, shuffle, base = config.rollout.prompts, config.data.shuffle, _base(inputs)
@@ -88,7 +88,6 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         prompts.load_state_dict(state["cursor"])
         loss.load_state_dict(state["loss"])
     step, spikes = state["step"], state["spikes"]
-    groups.control.barrier("the weights to be loaded")
     reference = _load_reference(inputs, groups)
     engine = build_engine(inputs, policy, servers, *([reference] if reference else []))
     engine.update_weights(step)
@@ -219,11 +218,13 @@ def _open_folder(
 
 
 def _load_reference(inputs: Inputs, groups: ParallelGroups) -> Model | None:
-    """Load the reference of the KL penalty, if it is a model of its own here. Collective."""
+    """After the policy, load the reference of the KL penalty, if it is a separate model here. Collective."""
     config = inputs.config
-    if config.teacher.checkpoint or not config.loss.kl_coef or inputs.arch.adapters or config.teacher.urls:
-        return load_model(inputs, groups, config.teacher.checkpoint) if config.teacher.checkpoint else None
-    return load_model(inputs, groups)
+    groups.control.barrier("the weights to be loaded")
+    if config.teacher.checkpoint:
+        return load_model(inputs, groups, config.teacher.checkpoint)
+    here = config.loss.kl_coef and not (inputs.arch.adapters or config.teacher.urls)
+    return load_model(inputs, groups) if here else None
 
 
 def load_model(inputs: Inputs, groups: ParallelGroups, checkpoint: Path | None = None) -> Model:

@@ -119,8 +119,7 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
             temperatures = {f"{key}.temperature": getattr(config, key).temperature for key in keys}
             attempt(lambda: check_options(config.vllm, temperatures, cuda=backend.device.type == "cuda"))
     attempt(lambda: check_world(config.parallel, world_size))
-    if trains:
-        attempt(lambda: check_trackers(config.log))
+    attempt(lambda: check_trackers(config.log) if trains else None)
     tokenizer: Any = None
     train: tuple[LoadedSet, ...] | None = ()
     validation: tuple[LoadedSet, ...] | None = ()
@@ -140,9 +139,8 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
             for source in make_sources(config.data, which):
                 checked = attempt(partial(examine, source, None, 0))
                 attempt.wrong(*(checked.broken[:1] if checked else ()))
-    if not config.supervised:
-        longest = config.rollout.max_response_tokens
-        attempt(lambda: check_reward(config.reward, max_response_tokens=longest))
+    longest = config.rollout.max_response_tokens
+    attempt(lambda: None if config.supervised else check_reward(config.reward, max_response_tokens=longest))
     noise = attempt(lambda: (noise_of_run(config) if trains else None,))
     attempt.end()
     assert backend and arch and train is not None and validation is not None and noise
