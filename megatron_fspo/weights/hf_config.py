@@ -35,6 +35,7 @@ SUPPORTED = (
     "qwen3_5_moe_text",
 )  # fmt: skip
 MULTIMODAL = {
+    "gemma3": ("gemma3_text", "language_model.model."),
     "qwen3_5": ("qwen3_5_text", "model.language_model."),
     "qwen3_5_moe": ("qwen3_5_moe_text", "model.language_model."),
 }
