@@ -205,17 +205,15 @@ class ResidualAdd(torch.nn.Module):
 
 
 def block_spec(
-    backend: Backend, config: TransformerConfig, vp_stage: int | None = None, arch: Architecture | None = None
+    arch: Architecture, backend: Backend, config: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """Return Megatron's specs of this rank's layers: of Transformer Engine's with our attention, or of
-    Megatron's local ones with our norm and attention. ``vp_stage`` is the virtual pipeline stage; ``arch``
-    adds what the configuration lacks, factors and norms of the residual stream."""
+    Megatron's local ones with our norm and attention. ``vp_stage`` is the virtual pipeline stage."""
     first, pattern = get_transformer_layer_offset(config, vp_stage), config.moe_layer_freq
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     experts = [config.num_moe_experts if pattern == 1 or pattern[n] else None for n in numbers]
-    linear = [arch is not None and arch.layer_type(n) == "linear" for n in numbers]
-    each = [*zip(experts, linear, strict=True)]
-    kinds = {kind: _layer_spec(backend, config, *kind, arch) for kind in {*each}}
+    each = [*zip(experts, (arch.layer_type(n) == "linear" for n in numbers), strict=True)]
+    kinds = {kind: _layer_spec(arch, backend, config, *kind) for kind in {*each}}
     layers = [kinds[kind] for kind in each]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_norm(backend))
 
@@ -254,11 +252,7 @@ def _gate(layer: ModuleSpec, arch: Architecture, linear: bool) -> None:
 
 
 def _layer_spec(
-    backend: Backend,
-    config: TransformerConfig,
-    num_experts: int | None,
-    linear: bool,
-    arch: Architecture | None,
+    arch: Architecture, backend: Backend, config: TransformerConfig, num_experts: int | None, linear: bool
 ) -> ModuleSpec:
     latent = config.multi_latent_attention
     both = {"num_experts": num_experts, "qk_layernorm": config.qk_layernorm, "multi_latent_attention": latent}
@@ -296,16 +290,16 @@ def _layer_spec(
         attention.core_attention = SDPACoreAttention
     if latent:
         layer.submodules.self_attention.module = LatentSelfAttention
-    if arch is not None and (arch.projection_norms or arch.window_rope_theta is not None):
+    if arch.projection_norms or arch.window_rope_theta is not None:
         layer.submodules.self_attention.module = LayerSelfAttention
         layer.submodules.self_attention.params |= {"arch": arch}
-    if arch is not None and not has_parameter(arch, "input_layernorm.weight"):
+    if not has_parameter(arch, "input_layernorm.weight"):
         _remove_norms(backend, layer)
-    if arch is not None and arch.output_gate:
+    if arch.output_gate:
         _gate(layer, arch, linear)
     for place in ("self_attn_bda", "mlp_bda"):
-        normed = arch is not None and has_parameter(arch, f"{place}.norm.weight")
-        if (scale := arch.residual_scale if arch else 1.0) != 1 or normed:
+        normed, scale = has_parameter(arch, f"{place}.norm.weight"), arch.residual_scale
+        if normed or scale != 1:
             how = {"config": config, "scale": scale, "norm": _norm(backend) if normed else None}
             setattr(layer.submodules, place, ModuleSpec(module=ResidualAdd, params=how))
     return layer
