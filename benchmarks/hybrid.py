@@ -1,11 +1,11 @@
 """Do gated delta nets learn? make-sum with a little Qwen3.5 beside the dense Qwen3, three seeds each.
 
-    python benchmarks/hybrid.py                    # six runs
-    python benchmarks/hybrid.py --steps 1 --warm-up 1 --folder /tmp/hybrid --out /tmp/hybrid.json    # the machinery
+    python benchmarks/hybrid.py    # six runs, an hour on a busy core
+    python benchmarks/hybrid.py --steps 1 --warm-up 1 --folder /tmp/h --out /tmp/h.json    # machinery only
 
 The Qwen3.5 has three gated delta nets and one gated full attention, as the real ones. Its warm start is made
-on demonstrations, as the Qwen3's was. Both train with `examples/make_sum/run.toml`, but a quarter of its prompts,
-on one process, decoded by the embedded engine.
+on demonstrations, as the Qwen3's was. Both train with `examples/make_sum/run.toml`, but a quarter of its
+prompts, on one process, decoded by the embedded engine.
 
 Claim, written before the runs: for either family the gain of held-out reward over its warm start, mean over
 seeds, is above 0 by more than its 95% t interval over seeds. Nothing is claimed about which family is better:
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from machine import ROOT, cpu, environment, markdown, options_of
+from machine import ROOT, cpu, environment, options_of
 from megatron_fspo.evaluation.intervals import t_half_width
 
 sys.path.append(str(ROOT / "examples/make_sum"))
@@ -42,6 +42,7 @@ SHAPE = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 24,
     "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
 }
 """What differs from the dense configuration."""
@@ -83,14 +84,14 @@ def rewards(folder: Path, checkpoint: Path, seed: int, words: Sequence[str]) -> 
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """Rows for docs/adding_a_model.md: means over seeds with 95% t intervals."""
-    rows = []
+    """Lines for docs/adding_a_model.md: means over seeds with 95% t intervals."""
+    lines = [f"{'held-out reward':<16}{'warm start':>16}{'end':>16}{'gain':>16}"]
     for family, runs in found["runs"].items():
         columns = ([run["start"] for run in runs], [run["end"] for run in runs])
         columns += ([end - start for start, end in zip(*columns, strict=True)],)
-        cells = [f"{sum(one) / len(one):.3f} ± {t_half_width(one):.3f}" for one in columns]
-        rows.append([family, *cells])
-    return markdown(["", "warm start", "end", "gain"], rows)
+        cells = (f"{sum(one) / len(one):.3f} ± {t_half_width(one):.3f}" for one in columns)
+        lines.append(f"{family:<16}" + "".join(f"{cell:>16}" for cell in cells))
+    return "\n".join(lines)
 
 
 def main() -> None:
