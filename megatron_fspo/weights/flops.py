@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 from megatron_fspo.weights.architecture import Architecture
 
@@ -11,10 +10,7 @@ BACKWARD = 2
 """Cost of a backward pass in forward passes: one product for the inputs' gradient, one for the weights'."""
 
 
-N = TypeVar("N", int, float)
-
-
-def layer_flops(arch: Architecture, tokens: N) -> N:
+def layer_flops(arch: Architecture, tokens: float) -> float:
     """Return the FLOPs of all layers for one sequence of ``tokens``; see :func:`forward_flops`."""
     seen = min(tokens, arch.window or tokens)
     pairs = arch.count("full") * tokens**2 + arch.count("window") * (2 * tokens - seen) * seen  # twice
@@ -28,7 +24,7 @@ def forward_flops(
     response_lengths: Sequence[int],
     prompts: Sequence[int] | None = None,
     lengths: Sequence[int] | None = None,
-) -> int:
+) -> float:
     """Return the FLOPs of a forward pass over separate sequences; a multiply-add counts as 2.
 
     A sequence of T = prompt + response tokens, L of them written by the policy, costs, with P =
@@ -44,7 +40,7 @@ def forward_flops(
     """
     lengths = response_lengths if lengths is None else lengths
 
-    flops = 0
+    flops: float = 0
     for i, (prompt, response, length) in enumerate(
         zip(prompt_lengths, response_lengths, lengths, strict=True)
     ):

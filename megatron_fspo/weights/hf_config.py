@@ -21,28 +21,15 @@ from megatron_fspo.weights.architecture import (
 )
 from megatron_fspo.weights.config_file import ConfigFile
 from megatron_fspo.weights.rope import read_rope
+from megatron_fspo.weights.table import TABLES
 
-SUPPORTED = (
-    "llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "mistral", "phi3", "granite", "glm4", "qwen2_moe",
-    "glm4_moe", "deepseek_v3", "gemma3_text", "olmo2", "olmo3", "gpt_oss", "qwen3_next", "qwen3_5_text",
-    "qwen3_5_moe_text",
-)  # fmt: skip
+SUPPORTED = (*TABLES,)
 MULTIMODAL = {
     "gemma3": ("gemma3_text", "language_model.model."),
     "qwen3_5": ("qwen3_5_text", "model.language_model."),
     "qwen3_5_moe": ("qwen3_5_moe_text", "model.language_model."),
 }
 """Multimodal model → the family of its text model, ``text_config``, and the prefix of that's names."""
-NEUTRAL_KEYS = frozenset(
-    "_name_or_path architectures attention_dropout bos_token_id chunk_size_feed_forward embd_pdrop"
-    " eos_token_id experts_per_token id2label initial_context_length initializer_range is_encoder_decoder"
-    " label2id max_window_layers"
-    " original_max_position_embeddings output_attentions output_hidden_states output_router_logits"
-    " cache_implementation _sliding_window_pattern"
-    " pad_token_id pretraining_tp problem_type resid_pdrop return_dict router_aux_loss_coef"
-    " router_jitter_noise transformers_version use_cache".split()
-)
-"""Keys that do not change what a model computes; all others of a supported family count or are refused."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WITH_WINDOW = ("mistral", "mixtral", "phi3")
 _GLM = ("glm4", "glm4_moe")

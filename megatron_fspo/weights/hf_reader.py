@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class HFReader:
             raise InputError(f"{index} does not list {min(unlisted)} in {self.file(min(unlisted))}")
         self._entries = dict(self._unstacked())
         if any("multi_modal_projector." in name for name in self._entries):
-            self._rename(_GEMMA3)
+            self._rename()
         self._scales = self._pair_scales()
         self._packed = dict(self._pair_blocks())
         if self._packed:
@@ -99,10 +99,10 @@ class HFReader:
         except SafetensorError as error:
             raise InputError(f"{path} is truncated or not a safetensors file: {error}") from error
 
-    def _rename(self, patterns: Mapping[str, str]) -> None:
+    def _rename(self) -> None:
         for old, entry in [*self._entries.items()]:
             new = old
-            for pattern, name in patterns.items():
+            for pattern, name in _GEMMA3.items():
                 new = re.sub(pattern, name, new)
             if new != old and new in self._entries:
                 raise InputError(f"{entry.path}: {old} is another name of {new} in {self.file(new)}")

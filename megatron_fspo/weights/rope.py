@@ -33,19 +33,18 @@ def read_rope(config: ConfigFile, family: str) -> dict[str, Any]:
     scaled = [_SCALED[family]] if family in _SCALED else ["llama3", "yarn"][: 1 if family in _PARTIAL else 2]
     if kind not in (legal := ["default", *scaled]):
         raise config.error(key, f"has rope_type {kind!r}; {family} may have {' or '.join(legal)}")
-    found: dict[str, Any] = {
-        "rope_theta": _theta(config, family, rope),
-        "rotary_share": _share(config, family, rope),
-    }
-    found["window_rope_theta"] = _window_theta(config, family, found["rope_theta"], kind)
+    theta = _theta(config, family, rope)
+    found: dict[str, Any] = {"rope_theta": theta, "rotary_share": _share(config, family, rope)}
+    found["window_rope_theta"] = _window_theta(config, family, theta, kind)
+    if kind == "default":
+        return found
     for name, value in _LLAMA3_ROPE.items() if kind == "llama3" else ():
         if rope.get(name) != value:
             raise config.error(key, f"has {name} {rope.get(name)!r}; only {value} is supported")
-    if kind != "default":
-        factor = config.positive(f"{key}.factor", rope.get("factor"))
-        name = {"llama3": "rope_factor", "linear": "rope_divisor", "yarn": "yarn"}[kind]
-        found[name] = _yarn(config, family == "deepseek_v3", key, rope, factor) if kind == "yarn" else factor
-    return found
+    factor = config.positive(f"{key}.factor", rope.get("factor"))
+    if kind == "yarn":
+        return found | {"yarn": _yarn(config, family == "deepseek_v3", key, rope, factor)}
+    return found | {"rope_factor" if kind == "llama3" else "rope_divisor": factor}
 
 
 def _rope(config: ConfigFile, family: str) -> tuple[str, dict[str, Any]]:

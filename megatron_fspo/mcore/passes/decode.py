@@ -83,8 +83,8 @@ class _CachedAttention(Module):
 
 
 class _Rotary(Module):
-    """RoPE angles of the fed tokens, for whole sequences also on context-parallel ranks. With YaRN, the
-    angles and a factor."""
+    """RoPE angles of the fed tokens, for whole sequences also on context-parallel ranks. With YaRN, latent
+    attention has a factor, too."""
 
     def __init__(self, angles: Module, max_tokens: int) -> None:
         super().__init__()
