@@ -99,12 +99,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         num_experts_per_tok=8, norm_topk_prob=True, n_group=1, topk_group=1, first_k_dense_replace=1,
         routed_scaling_factor=1.0, num_nextn_predict_layers=1,
     ),
-    "Gemma-3-27B": {  # its text model; the other keys are those that transformers assumes
-        "model_type": "gemma3_text", "num_hidden_layers": 62, "hidden_size": 5376, "head_dim": 128,
-        "intermediate_size": 21504, "num_attention_heads": 32, "num_key_value_heads": 16,
-        "query_pre_attn_scalar": 168, "sliding_window": 1024, "torch_dtype": "bfloat16",
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "vocab_size": 262208,
-        "max_position_embeddings": 131072,
+    "Gemma-3-27B": {  # the other keys of its text model are those that transformers assumes
+        "model_type": "gemma3", "torch_dtype": "bfloat16", "mm_tokens_per_image": 256,
+        "text_config": {
+            "model_type": "gemma3_text", "num_hidden_layers": 62, "hidden_size": 5376, "head_dim": 128,
+            "intermediate_size": 21504, "num_attention_heads": 32, "num_key_value_heads": 16,
+            "query_pre_attn_scalar": 168, "sliding_window": 1024, "vocab_size": 262208,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "max_position_embeddings": 131072,
+        },
+        "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152},
     },
     "OLMo-2-13B": _config(
         "olmo2", 40, 5120, 13824, 40, 40, rms_norm_eps=1e-6, rope_theta=500000, rope_scaling=None,

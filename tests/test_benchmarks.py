@@ -24,6 +24,7 @@ from benchmarks import (
     delta_sync,
     evidence,
     head_on_gpu,
+    hybrid,
     logprob_head,
     long_responses,
     plain_run,
@@ -78,6 +79,7 @@ def read(name: str) -> Any:
         "cosine": (cosine.table,),
         "decoding": (decoding.table,),
         "delta_sync": (delta_sync.table,),
+        "hybrid": (hybrid.table,),
         "gpu_h200_head": (head_on_gpu.table,),
         "logprob_head": (lambda report: logprob_head.table(report["results"]),),
         "regimes": (regimes.table,),
@@ -91,6 +93,7 @@ def read(name: str) -> Any:
 )
 def test_the_page_shows_what_was_measured(name: str, shown: Sequence[Callable[[Any], str]]) -> None:
     pages = {"rewards": "rewards.md", "cosine": "when_it_matters.md", "regimes": "when_it_matters.md"}
+    pages["hybrid"] = "adding_a_model.md"
     report, text = read(name), (REPO / "docs" / pages.get(name, "performance.md")).read_text(encoding="utf-8")
     assert report.get("command", "") in text
     assert all(table(report) in text for table in shown)

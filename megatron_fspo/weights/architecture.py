@@ -70,6 +70,11 @@ class LatentAttention:
     value_size: int
     """Values of a head."""
 
+    @property
+    def kv_down_size(self) -> int:
+        """Rows of the projection to ``kv_rank``, with the rotated values of the key."""
+        return self.kv_rank + self.rope_size
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinearAttention:
@@ -116,14 +121,7 @@ class Adapters:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """The sizes and settings of one model.
-
-    Example (Qwen3-0.6B)::
-
-        Architecture(model_type="qwen3", num_layers=28, hidden_size=1024, num_heads=16, num_kv_heads=8,
-                     head_dim=128, ffn_size=3072, vocab_size=151936, tied=True, rms_norm_eps=1e-6,
-                     rope_theta=1e6, max_position_embeddings=40960, dtype=torch.bfloat16)
-    """
+    """The sizes and settings of one model (examples: ``lab/plan/presets.py``)."""
 
     model_type: str
     num_layers: int
@@ -194,7 +192,7 @@ class Architecture:
         format of the files, unused layers and the longest sequence."""
         flat: dict[str, Any] = {}
         for name, value in vars(self).items():
-            if name not in (*("dtype", "fp8_block", "max_position_embeddings", "prefix", "unused_layers"),):
+            if name not in ("dtype", "fp8_block", "max_position_embeddings", "prefix", "unused_layers"):
                 inner = vars(value) if is_dataclass(value) else {"": value}
                 flat |= {f"{name}.{key}".rstrip("."): value for key, value in inner.items()}
         result: dict[str, Any] = json.loads(json.dumps(flat))
@@ -240,21 +238,6 @@ class Architecture:
     def value_size(self) -> int:
         """Values that attention returns for a token, over all heads."""
         return self.num_heads * (self.latent.value_size if self.latent else self.head_dim)
-
-    @property
-    def q_rank(self) -> int:
-        """Rank of the query projection; 0 without."""
-        return self.latent.q_rank or 0 if self.latent else 0
-
-    @property
-    def kv_rank(self) -> int:
-        """Rank of the projection of keys and values; 0 without."""
-        return self.latent.kv_rank if self.latent else 0
-
-    @property
-    def kv_down_size(self) -> int:
-        """Rows of the projection to that rank, with the rotated values of the key; 0 without."""
-        return self.latent.kv_rank + self.latent.rope_size if self.latent else 0
 
     @property
     def kv_up_size(self) -> int:
@@ -320,10 +303,10 @@ class Architecture:
     @property
     def attention_size(self) -> int:
         """Parameters in the matrices of one layer's softmax attention."""
-        if self.latent is None:
+        if (latent := self.latent) is None:
             return self.hidden_size * (self.q_rows + self.q_size + 2 * self.kv_size)
-        query = self.q_rank * (self.hidden_size + self.q_size) or self.hidden_size * self.q_size
-        pair = self.hidden_size * self.kv_down_size + self.kv_rank * self.kv_up_size
+        query = (latent.q_rank or 0) * (self.hidden_size + self.q_size) or self.hidden_size * self.q_size
+        pair = self.hidden_size * latent.kv_down_size + latent.kv_rank * self.kv_up_size
         return query + pair + self.hidden_size * self.value_size
 
     @property

@@ -54,6 +54,11 @@ class ConfigFile:
             raise self.error(key, f"is {value!r}; it must be {' or '.join(t.__name__ for t in types)}")
         return value
 
+    def check(self, key: str, legal: Any) -> None:
+        """Raise ``InputError`` if the key has another value than the only legal one."""
+        if self.optional(key) not in (None, legal):
+            raise self.error(key, f"is {self.values[key]!r:.50}; only {legal!r} is supported")
+
     def size(self, key: str, most: int = 2**24) -> int:
         value: int = self.required(key, int)
         if not 1 <= value <= most:

@@ -10,13 +10,21 @@ BACKWARD = 2
 """Cost of a backward pass in forward passes: one product for the inputs' gradient, one for the weights'."""
 
 
+def layer_flops(arch: Architecture, tokens: float) -> float:
+    """Return the FLOPs of all layers for one sequence of ``tokens``; see :func:`forward_flops`."""
+    seen = min(tokens, arch.window or tokens)
+    pairs = arch.count("full") * tokens**2 + arch.count("window") * (2 * tokens - seen) * seen  # twice
+    states = 6 * arch.count("linear") * arch.state_size * tokens
+    return 2 * arch.num_layers * arch.layer_size * tokens + (arch.q_size + arch.value_size) * pairs + states
+
+
 def forward_flops(
     arch: Architecture,
     prompt_lengths: Sequence[int],
     response_lengths: Sequence[int],
     prompts: Sequence[int] | None = None,
     lengths: Sequence[int] | None = None,
-) -> int:
+) -> float:
     """Return the FLOPs of a forward pass over separate sequences; a multiply-add counts as 2.
 
     A sequence of T = prompt + response tokens, L of them written by the policy, costs, with P =
@@ -32,18 +40,11 @@ def forward_flops(
     """
     lengths = response_lengths if lengths is None else lengths
 
-    def layers(tokens: int) -> int:
-        seen = min(tokens, arch.window or tokens)
-        pairs = arch.count("full") * tokens**2 + arch.count("window") * (2 * tokens - seen) * seen  # twice
-        states = 6 * arch.count("linear") * arch.state_size * tokens
-        matrices = 2 * arch.num_layers * arch.layer_size * tokens
-        return matrices + (arch.q_size + arch.value_size) * pairs + states
-
-    flops = 0
+    flops: float = 0
     for i, (prompt, response, length) in enumerate(
         zip(prompt_lengths, response_lengths, lengths, strict=True)
     ):
-        flops += layers(prompt + response) + 2 * arch.vocab_size * arch.hidden_size * length
+        flops += layer_flops(arch, prompt + response) + 2 * arch.vocab_size * arch.hidden_size * length
         if i and prompts is not None and prompts[i] == prompts[i - 1]:
-            flops -= layers(prompt - 1)
+            flops -= layer_flops(arch, prompt - 1)
     return flops

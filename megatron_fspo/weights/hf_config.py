@@ -20,49 +20,44 @@ from megatron_fspo.weights.architecture import (
     LinearAttention,
 )
 from megatron_fspo.weights.config_file import ConfigFile
-from megatron_fspo.weights.rope import (
-    rope_divisor,
-    rope_factor,
-    rope_theta,
-    rotary_share,
-    window_rope_theta,
-    yarn,
-)
+from megatron_fspo.weights.rope import read_rope
+from megatron_fspo.weights.table import TABLES
 
-SUPPORTED = (
-    "llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "mistral", "phi3", "granite", "glm4", "qwen2_moe",
-    "glm4_moe", "deepseek_v3", "gemma3_text", "olmo2", "olmo3", "gpt_oss", "qwen3_next", "qwen3_5_text",
-    "qwen3_5_moe_text",
-)  # fmt: skip
+SUPPORTED = (*TABLES,)
 MULTIMODAL = {
+    "gemma3": ("gemma3_text", "language_model.model."),
     "qwen3_5": ("qwen3_5_text", "model.language_model."),
     "qwen3_5_moe": ("qwen3_5_moe_text", "model.language_model."),
 }
 """Multimodal model → the family of its text model, ``text_config``, and the prefix of that's names."""
-NEUTRAL_KEYS = frozenset(
-    "_name_or_path architectures attention_dropout bos_token_id chunk_size_feed_forward embd_pdrop"
-    " eos_token_id experts_per_token id2label initial_context_length initializer_range is_encoder_decoder"
-    " label2id max_window_layers"
-    " original_max_position_embeddings output_attentions output_hidden_states output_router_logits"
-    " cache_implementation _sliding_window_pattern"
-    " pad_token_id pretraining_tp problem_type resid_pdrop return_dict router_aux_loss_coef"
-    " router_jitter_noise transformers_version use_cache".split()
-)
-"""Keys that do not change what a model computes; all others of a supported family count or are refused."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_WITH_WINDOW = ("mistral", "mixtral", "phi3", "gpt_oss")
+_WITH_WINDOW = ("mistral", "mixtral", "phi3")
 _GLM = ("glm4", "glm4_moe")
 _LAYER_TYPES: dict[str, LayerType] = {
     "full_attention": "full", "sliding_attention": "window", "linear_attention": "linear"
 }  # fmt: skip
 _HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_MIXED: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gemma3_text", "olmo3", "gpt_oss"), ("sliding_attention", "full_attention")),
-    **dict.fromkeys(_HYBRID, ("linear_attention", "full_attention")),
+_MIXED = {
+    "gemma3_text": ("sliding_attention", 6, "sliding_window_pattern"),
+    "olmo3": ("sliding_attention", 4, ""),
+    "gpt_oss": ("sliding_attention", 2, ""),
+    **dict.fromkeys(_HYBRID, ("linear_attention", 4, "full_attention_interval")),
 }
-"""Family whose layers differ → the layers that it may have."""
-_PATTERNS = {"gemma3_text": 6, "olmo3": 4, "gpt_oss": 2, **dict.fromkeys(_HYBRID, 4)}
-"""Family → every how many layers one has full attention, without the key ``layer_types``."""
+"""Family whose layers differ → what most attend to; without the key ``layer_types``, every how many layers
+one has full attention instead, and the key that says another number."""
+_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+_ONLY: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"attention_bias": True, "swiglu_alpha": 1.702, "norm_topk_prob": True},
+    "mixtral": {"norm_topk_prob": True},
+    "qwen3_5_moe_text": {"norm_topk_prob": True},
+    "glm4_moe": _ROUTER,  # the keys of DeepSeek-V3's own code, which transformers leaves out
+    "deepseek_v3": _ROUTER | {"rope_interleave": True},
+}
+"""Family → keys that must have this value, if they are there."""
+_UNSET = (
+    "mlp_bias", "use_sliding_window", "attn_logit_softcapping", "final_logit_softcapping",
+    "use_bidirectional_attention",
+)  # fmt: skip
 _GEMMA = {
     "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6,
@@ -98,6 +93,7 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
     factors: dict[str, Any] = {name: config.factor(key) for name, key in scaled.items()}
     if gemma:
         factors["attention_scale"] = config.factor("query_pre_attn_scalar") ** -0.5
+    layer_types, window = _layers(config, family)
     arch = Architecture(
         model_type=family,
         num_layers=config.size("num_hidden_layers", most=10_000),
@@ -109,15 +105,10 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
         vocab_size=config.size("vocab_size"),
         tied=config.required("tie_word_embeddings", bool),
         rms_norm_eps=config.positive("rms_norm_eps", config.optional("rms_norm_eps")),
-        rope_theta=rope_theta(config),
-        rope_factor=rope_factor(config, family),
-        rope_divisor=rope_divisor(config),
-        window_rope_theta=window_rope_theta(config, family),
-        yarn=yarn(config, family),
-        rotary_share=rotary_share(config, family),
+        **read_rope(config, family),
         rotary_interleaved=family == "glm4",
-        window=config.size("sliding_window") if _has_window(config, family) else None,
-        layer_types=_layer_types(config, family),
+        layer_types=layer_types,
+        window=window,
         zero_centered_norms=gemma or family in _HYBRID,
         gelu=gemma,
         output_gate=family in _HYBRID,
@@ -164,54 +155,36 @@ def _is_mxfp4(config: ConfigFile) -> bool:
 
 
 def _refuse_unsupported(config: ConfigFile, family: str) -> None:
-    for key, legal, families in (
-        ("attention_bias", "the biases of Qwen2's and GLM's q, k and v are", (*_GLM, "gpt_oss")),
-        ("mlp_bias", "the biases of Qwen2's and GLM's q, k and v are", ()),
-        ("use_sliding_window", "windows of Mistral, Mixtral and Phi-3 are", ()),
-    ):
-        if config.optional(key) and family not in families:
-            raise config.error(key, f"is true; only {legal} supported")
-    for key, only in (("attention_bias", True), ("swiglu_alpha", 1.702)) if family == "gpt_oss" else ():
-        if config.optional(key) not in (None, only):
-            raise config.error(key, f"is {config.values[key]!r:.50}; only {only} is supported")
-    if config.optional("attn_output_gate") is False:
-        raise config.error("attn_output_gate", "is false; only gated attention is supported")
-    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+    for key, value in ({"attn_output_gate": True} | _ONLY.get(family, {})).items():
+        config.check(key, value)
+    biases = () if family in (*_GLM, "gpt_oss") else ("attention_bias",)
+    for key in (*biases, *_UNSET):
         if config.optional(key):
-            raise config.error(key, f"is {config.values[key]!r:.50}, which is not supported")
+            raise config.error(key, f"is {config.values[key]!r:.50}, which {family} may not have here")
     gemma = family == "gemma3_text"
     name, legal = ("hidden_activation", "gelu_pytorch_tanh") if gemma else ("hidden_act", "silu")
-    if config.required(name, str) != legal:
-        raise config.error(name, f"is {config.values[name]!r}; only {legal!r} is supported")
+    config.required(name, str)
+    config.check(name, legal)
 
 
-def _layer_types(config: ConfigFile, family: str) -> tuple[LayerType, ...]:
-    """Read what each layer attends to; empty where all are alike."""
-    if config.optional("layer_types") is None:
-        every, layers = _PATTERNS.get(family, 0), range(1, config.size("num_hidden_layers") + 1)
-        key = "full_attention_interval" if family in _HYBRID else "sliding_window_pattern"
-        if family in _PATTERNS and config.values.get(key) is not None and family != "olmo3":
-            every = config.size(key)
-        local: LayerType = "linear" if family in _HYBRID else "window"
-        return tuple(local if layer % every else "full" for layer in layers if every)
-    whole = "sliding_attention" if family not in _MIXED and _has_window(config, family) else "full_attention"
-    legal = _MIXED.get(family, (whole,))
-    kinds = config.required("layer_types", list)
-    if other := [kind for kind in kinds if kind not in legal]:
+def _layers(config: ConfigFile, family: str) -> tuple[tuple[LayerType, ...], int | None]:
+    """Read what each layer attends to, empty where all are alike, and the window, None without."""
+    kinds, count = config.optional("layer_types"), config.size("num_hidden_layers")
+    # Other families have the key of the window without using it.
+    windowed = config.optional("sliding_window") is not None and family in _WITH_WINDOW
+    most, every, key = _MIXED.get(family, ("sliding_attention" if windowed else "full_attention", 0, ""))
+    legal = dict.fromkeys((most, "full_attention") if every else (most,))
+    if kinds is None:
+        every = config.size(key) if config.optional(key) is not None else every
+        kinds = [most if layer % every else "full_attention" for layer in range(1, count + 1) if every]
+    elif other := [kind for kind in config.required("layer_types", list) if kind not in legal]:
         raise config.error("layer_types", f"has {other[0]!r:.50}; {family} may have {' or '.join(legal)}")
-    if family not in _MIXED:
-        return ()
-    if len(kinds) != config.size("num_hidden_layers"):
+    if not every:
+        return (), config.size("sliding_window") if windowed else None
+    if len(kinds) != count:
         raise config.error("layer_types", f"has {len(kinds)} entries; num_hidden_layers differs")
-    return tuple(_LAYER_TYPES[kind] for kind in kinds)
-
-
-def _has_window(config: ConfigFile, family: str) -> bool:
-    """Return True if tokens attend to a window. Other families have the key without using it."""
-    given = config.optional("sliding_window") is not None
-    if family in _MIXED:
-        return "window" in _layer_types(config, family)
-    return given and family in _WITH_WINDOW
+    window = config.size("sliding_window") if "sliding_attention" in kinds else None
+    return tuple(_LAYER_TYPES[kind] for kind in kinds), window
 
 
 def _head_dim(config: ConfigFile, latent: LatentAttention | None) -> int:
@@ -233,16 +206,13 @@ def _unused_layers(config: ConfigFile) -> int:
 
 
 def _latent(config: ConfigFile) -> LatentAttention:
-    if config.optional("rope_interleave") is False:
-        raise config.error("rope_interleave", "is false; only true is supported")
     rope = config.size("qk_rope_head_dim")
     for key, only in {
         "num_key_value_heads": config.size("num_attention_heads"),
         "qk_head_dim": config.size("qk_nope_head_dim") + rope,
         "head_dim": rope,  # transformers 5 writes it so
     }.items():
-        if config.optional(key) not in (None, only):
-            raise config.error(key, f"is {config.values[key]!r:.50}; with latent attention it must be {only}")
+        config.check(key, only)
     return LatentAttention(
         q_rank=None if config.optional("q_lora_rank") is None else config.size("q_lora_rank"),
         kv_rank=config.size("kv_lora_rank"),
@@ -271,20 +241,19 @@ def _experts(config: ConfigFile, family: str) -> Experts | None:
         return None
     if config.optional("decoder_sparse_step") not in (None, 1) or config.optional("mlp_only_layers"):
         raise config.error("mlp_only_layers", "or decoder_sparse_step: all layers must have experts")
-    oss = family == "gpt_oss"
     # Mixtral and transformers 5 write num_local_experts; Qwen3-MoE's files on the Hub have num_experts.
     keys = ("n_routed_experts", "num_experts", "num_local_experts")
     only, sigmoid = family in ("mixtral", "gpt_oss"), family in ("glm4_moe", "deepseek_v3")
-    always = only or family == "qwen3_5_moe_text"
-    if always and config.optional("norm_topk_prob") is False:
-        raise config.error("norm_topk_prob", f"is false; {family} models normalise")
+    always = "norm_topk_prob" in _ONLY.get(family, ())
     experts = Experts(
         count=config.size(next((key for key in keys if key in config.values), keys[-1])),
         per_token=config.size("num_experts_per_tok"),
         ffn_size=config.size("intermediate_size" if only else "moe_intermediate_size"),
         normalize_top_k=always or config.required("norm_topk_prob", bool),
         shared_ffn_size=config.size("shared_expert_intermediate_size") if gated else 0,
-        clamp=config.positive("swiglu_limit", config.values.get("swiglu_limit", 7.0)) if oss else None,
+        clamp=config.positive("swiglu_limit", config.values.get("swiglu_limit", 7.0))
+        if family == "gpt_oss"
+        else None,
     )
     if experts.per_token > experts.count:
         raise config.error("num_experts_per_tok", f"is {experts.per_token}; num_experts is {experts.count}")
@@ -292,10 +261,7 @@ def _experts(config: ConfigFile, family: str) -> Experts | None:
 
 
 def _sigmoid_experts(config: ConfigFile, experts: Experts) -> Experts:
-    """Add what DeepSeek-V3's routers have; its own code writes keys that transformers leaves out."""
-    for key, only in {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}.items():
-        if config.optional(key) not in (None, only):
-            raise config.error(key, f"is {config.values[key]!r:.50}; only {only!r} is supported")
+    """Add what DeepSeek-V3's routers have."""
     groups = config.size("n_group") if config.optional("n_group") else 1
     chosen = config.size("topk_group") if config.optional("topk_group") else 1
     if chosen > groups or experts.count % groups or (groups > 1 and experts.count < 2 * groups):

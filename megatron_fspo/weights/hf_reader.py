@@ -27,16 +27,24 @@ _MXFP4 = "MXFP4"
 _FP4 = torch.tensor([sign * x for sign in (1, -1) for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
 """Values of the 16 codes."""
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
+_GEMMA3 = {
+    r"^model\.language_model\.": "language_model.model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^model\.(vision_tower|multi_modal_projector)\.": r"\1.",
+}
+"""Names in files of the multimodal Gemma 3 → those that transformers writes: releases and trainers differ."""
 
 
 @dataclass(frozen=True)
 class _Entry:
     path: Path
+    name: str
+    """In the file."""
     shape: tuple[int, ...]
     dtype: str
     """The name in safetensors, such as ``BF16``."""
-    stacked: tuple[str, int, int] | None = None
-    """Of an expert's matrix in a tensor of all: that's name, the expert, and the first row."""
+    stacked: tuple[int, int] | None = None
+    """Of an expert's matrix in a tensor of all: the expert, and the first row."""
 
 
 class HFReader:
@@ -46,7 +54,7 @@ class HFReader:
     scale of its ``weight_block_size`` block in ``*_scale_inv``. So are experts in MXFP4 (gpt-oss):
     ``*_blocks`` has 32 values in 16 bytes, ``*_scales`` the exponent of their common factor. Experts that are
     stacked in one tensor of a layer (Qwen3.5) are read one by one, under the names that other families' files
-    have.
+    have, and Gemma 3's tensors under the names that transformers writes.
 
     Raises:
         InputError: files or index are inconsistent or damaged.
@@ -69,6 +77,8 @@ class HFReader:
         if unlisted := self._entries.keys() - weight_map.keys() if weight_map else ():
             raise InputError(f"{index} does not list {min(unlisted)} in {self.file(min(unlisted))}")
         self._entries = dict(self._unstacked())
+        if any("multi_modal_projector." in name for name in self._entries):
+            self._rename()
         self._scales = self._pair_scales()
         self._packed = dict(self._pair_blocks())
         if self._packed:
@@ -85,9 +95,18 @@ class HFReader:
                     if name in self._entries:
                         raise InputError(f"{name} is in both {self.file(name)} and {path}")
                     tensor = handle.get_slice(name)
-                    self._entries[name] = _Entry(path, tuple(tensor.get_shape()), tensor.get_dtype())
+                    self._entries[name] = _Entry(path, name, tuple(tensor.get_shape()), tensor.get_dtype())
         except SafetensorError as error:
             raise InputError(f"{path} is truncated or not a safetensors file: {error}") from error
+
+    def _rename(self) -> None:
+        for old, entry in [*self._entries.items()]:
+            new = old
+            for pattern, name in _GEMMA3.items():
+                new = re.sub(pattern, name, new)
+            if new != old and new in self._entries:
+                raise InputError(f"{entry.path}: {old} is another name of {new} in {self.file(new)}")
+            self._entries[new] = self._entries.pop(old)
 
     def _unstacked(self) -> Iterator[tuple[str, _Entry]]:
         """Yield the tensors, and the matrices of stacked experts in their place."""
@@ -103,7 +122,7 @@ class HFReader:
             rows //= len(parts)
             for expert in range(count):
                 for number, part in enumerate(parts):
-                    one = replace(entry, shape=(rows, columns), stacked=(name, expert, number * rows))
+                    one = replace(entry, shape=(rows, columns), stacked=(expert, number * rows))
                     yield f"{match[1]}.{expert}.{part}.weight", one
 
     def _pair_scales(self) -> dict[str, _Entry]:
@@ -141,7 +160,7 @@ class HFReader:
             if len(scales.shape) != 3 or name in self._entries:
                 raise InputError(f"{blocks.path}: {name}_blocks is not of three dimensions, or there twice")
             experts, rows, groups = scales.shape
-            self._entries[name] = _Entry(blocks.path, (experts, 32 * groups, rows), _MXFP4)
+            self._entries[name] = _Entry(blocks.path, name, (experts, 32 * groups, rows), _MXFP4)
             yield name, (blocks, scales)
 
     def names(self) -> set[str]:
@@ -172,7 +191,7 @@ class HFReader:
         entry = self._entry(name)
         if entry.dtype == _MXFP4:
             return self._unpacked(name, slices or (slice(None),) * 3)
-        values = self._read(entry, name, slices)
+        values = self._read(entry, slices)
         if entry.dtype != _FP8:
             return values
         selected = [part.indices(size) for part, size in zip(slices or (), entry.shape, strict=False)]
@@ -180,31 +199,28 @@ class HFReader:
         rows, columns = (
             torch.arange(first, end) // of for (first, end, _), of in zip(ranges, self._block, strict=True)
         )
-        scale = self._read(self._scales[name], f"{name}{_SCALE}", None).float()
+        scale = self._read(self._scales[name]).float()
         return (values.float() * scale[rows][:, columns]).to(self._dequantised)
 
     def _unpacked(self, name: str, slices: Slices) -> Tensor:
         experts, inputs, outputs = slices
-        blocks, scales = (
-            self._read(entry, f"{name}_{kind}", (experts, outputs))
-            for entry, kind in zip(self._packed[name], ("blocks", "scales"), strict=True)
-        )
+        blocks, scales = (self._read(entry, (experts, outputs)) for entry in self._packed[name])
         codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
         values = torch.ldexp(_FP4[codes.int()], scales[..., None].int() - 127)
         return values.flatten(2).transpose(1, 2)[:, inputs].to(self._dequantised).contiguous()
 
-    def _read(self, entry: _Entry, name: str, slices: Slices | None) -> Tensor:
+    def _read(self, entry: _Entry, slices: Slices | None = None) -> Tensor:
         # Opening reads the header, a millisecond per thousand tensors; what is read stays mapped until then.
         if self._opened != entry.path or self._mapped > BLOCK_BYTES:
             self._handle: Any = safe_open(entry.path, framework="pt")
             self._opened, self._mapped = entry.path, 0
         at: Any = ... if slices is None else slices
         if entry.stacked is not None:
-            name, expert, first = entry.stacked
+            expert, first = entry.stacked
             rows, columns = slices or (slice(None), slice(None))
             start, stop, _ = rows.indices(entry.shape[0])
             at = (expert, slice(first + start, first + stop), columns)
-        tensor: Tensor = self._handle.get_slice(name)[at]
+        tensor: Tensor = self._handle.get_slice(entry.name)[at]
         self._mapped += tensor.nbytes
         return tensor
 

@@ -25,7 +25,29 @@ _PARTIAL = {
 """Family that may rotate a share of a head → the share without the key."""
 
 
-def _rope(config: ConfigFile) -> tuple[str, dict[str, Any]]:
+def read_rope(config: ConfigFile, family: str) -> dict[str, Any]:
+    """Return the fields of :class:`.Architecture` for RoPE; refuse kinds that the family may not have:
+    Megatron's YaRN rotates whole heads."""
+    key, rope = _rope(config, family)
+    kind = rope["rope_type"]
+    scaled = [_SCALED[family]] if family in _SCALED else ["llama3", "yarn"][: 1 if family in _PARTIAL else 2]
+    if kind not in (legal := ["default", *scaled]):
+        raise config.error(key, f"has rope_type {kind!r}; {family} may have {' or '.join(legal)}")
+    theta = _theta(config, family, rope)
+    found: dict[str, Any] = {"rope_theta": theta, "rotary_share": _share(config, family, rope)}
+    found["window_rope_theta"] = _window_theta(config, family, theta, kind)
+    if kind == "default":
+        return found
+    for name, value in _LLAMA3_ROPE.items() if kind == "llama3" else ():
+        if rope.get(name) != value:
+            raise config.error(key, f"has {name} {rope.get(name)!r}; only {value} is supported")
+    factor = config.positive(f"{key}.factor", rope.get("factor"))
+    if kind == "yarn":
+        return found | {"yarn": _yarn(config, family == "deepseek_v3", key, rope, factor)}
+    return found | {"rope_factor" if kind == "llama3" else "rope_divisor": factor}
+
+
+def _rope(config: ConfigFile, family: str) -> tuple[str, dict[str, Any]]:
     """Return ``rope_parameters`` (transformers 5) and ``rope_scaling`` (4) as one, and the last key given."""
     rope: dict[str, Any] = {}
     where = "rope_parameters"
@@ -33,7 +55,7 @@ def _rope(config: ConfigFile) -> tuple[str, dict[str, Any]]:
         given = config.optional(key) or {}
         if not isinstance(given, Mapping):
             raise config.error(key, f"is {given!r}; it must be an object")
-        if key == "rope_parameters" and config.values["model_type"] in _THETAS:
+        if key == "rope_parameters" and family in _THETAS:
             given = _of_layers(config, given, "full_attention")
         where = key if given else where
         for name, value in given.items():
@@ -51,7 +73,20 @@ def _of_layers(config: ConfigFile, given: Mapping[str, Any], layers: str) -> Map
     return parts[layers]
 
 
-def window_rope_theta(config: ConfigFile, family: str) -> float | None:
+def _theta(config: ConfigFile, family: str, rope: Mapping[str, Any]) -> float:
+    thetas = [config.optional("rope_theta"), rope.get("rope_theta")]
+    given = [config.positive("rope_theta", theta) for theta in thetas if theta is not None]
+    if not given and family not in _THETAS:
+        raise config.error("rope_theta", "is missing at the top level and in rope_parameters")
+    if len(set(given)) > 1:
+        raise config.error("rope_theta", f"is {given[0]!r}, but rope_parameters has {given[1]!r}")
+    theta = given[0] if given else _THETAS[family][0]
+    if theta != int(theta):
+        raise config.error("rope_theta", f"is {theta!r}; Megatron supports whole numbers only")
+    return theta
+
+
+def _window_theta(config: ConfigFile, family: str, whole: float, kind: str) -> float | None:
     """Read the base of RoPE in layers with a window; None if their RoPE is that of the others."""
     if family not in _THETAS:
         return None
@@ -66,59 +101,15 @@ def window_rope_theta(config: ConfigFile, family: str) -> float | None:
         # Releases of transformers differ.
         raise config.error("rope_theta", f"may be that of layers with a window or not; give it in {key}")
     found = _THETAS[family][1] if theta is None else config.positive(key, theta)
-    same = found == rope_theta(config) and _rope(config)[1]["rope_type"] == "default"
-    return None if same else found
+    return None if found == whole and kind == "default" else found
 
 
-def rope_theta(config: ConfigFile) -> float:
-    thetas = [config.optional("rope_theta"), _rope(config)[1].get("rope_theta")]
-    given = [config.positive("rope_theta", theta) for theta in thetas if theta is not None]
-    if not given and (family := config.values["model_type"]) in _THETAS:
-        return _THETAS[family][0]
-    if not given:
-        raise config.error("rope_theta", "is missing at the top level and in rope_parameters")
-    if len(set(given)) > 1:
-        raise config.error("rope_theta", f"is {given[0]!r}, but rope_parameters has {given[1]!r}")
-    if given[0] != int(given[0]):
-        raise config.error("rope_theta", f"is {given[0]!r}; Megatron supports whole numbers only")
-    return given[0]
-
-
-def rope_factor(config: ConfigFile, family: str) -> float | None:
-    """Read the factor of Llama 3's scaled RoPE, None without; refuse kinds that the family may not have:
-    Megatron's YaRN rotates whole heads."""
-    key, rope = _rope(config)
-    scaled = ("llama3",) if family in _PARTIAL else ("llama3", "yarn")
-    legal = ("default", _SCALED[family]) if family in _SCALED else ("default", *scaled)
-    if rope["rope_type"] not in legal:
-        raise config.error(
-            key, f"has rope_type {rope['rope_type']!r}; {family} may have {' or '.join(legal)}"
-        )
-    if rope["rope_type"] != "llama3":
-        return None
-    for name, value in _LLAMA3_ROPE.items():
-        if rope.get(name) != value:
-            raise config.error(key, f"has {name} {rope.get(name)!r}; only {value} is supported")
-    return config.positive(f"{key}.factor", rope.get("factor"))
-
-
-def rope_divisor(config: ConfigFile) -> float:
-    """Read the factor of linear RoPE; 1 without."""
-    key, rope = _rope(config)
-    linear = rope["rope_type"] == "linear"
-    return config.positive(f"{key}.factor", rope.get("factor")) if linear else 1.0
-
-
-def yarn(config: ConfigFile, family: str) -> Yarn | None:
-    key, rope = _rope(config)
-    if rope["rope_type"] != "yarn":
-        return None
-    latent, longest = family == "deepseek_v3", "original_max_position_embeddings"
+def _yarn(config: ConfigFile, latent: bool, key: str, rope: Mapping[str, Any], factor: float) -> Yarn:
+    longest = "original_max_position_embeddings"
     names = [name for name in _YARN if latent or rope.get(name)]
     numbers = _YARN | {name: config.positive(f"{key}.{name}", rope.get(name)) for name in names}
     if not {"mscale", "mscale_all_dim"} <= {*names}:  # one without the other has no effect
         numbers |= {"mscale": 1.0, "mscale_all_dim": 0.0}
-    factor = config.positive(f"{key}.factor", rope.get("factor"))
     one, other = (0.1 * numbers[name] * math.log(max(factor, 1)) + 1 for name in ("mscale", "mscale_all_dim"))
     usual, truncate = None if latent else one / other, rope.get("truncate", True)
     if rope.get("attention_factor") not in (None, usual) or truncate not in (True, latent):
@@ -131,11 +122,12 @@ def yarn(config: ConfigFile, family: str) -> Yarn | None:
     )
 
 
-def rotary_share(config: ConfigFile, family: str) -> float:
+def _share(config: ConfigFile, family: str, rope: Mapping[str, Any]) -> float:
     """Read partial_rotary_factor (transformers 4 at the top level, 5 in ``rope_parameters``)."""
     key = "partial_rotary_factor"
-    shares = [config.optional(key), _rope(config)[1].get(key)]
-    given = [config.positive(key, share) for share in shares if share is not None]
+    given = [
+        config.positive(key, share) for share in (config.optional(key), rope.get(key)) if share is not None
+    ]
     if len({*given}) > 1 or any(share > 1 for share in given):
         raise config.error(key, f"is {given}; it must be one number up to 1")
     share = given[0] if given else _PARTIAL.get(family, 1.0)

@@ -37,9 +37,9 @@ from megatron_fspo.weights.reader import Slices
 ShardLayout = Literal["replicated", "row", "column", "qkv", "gate_up", "vocab", "transposed", "in_turn"]
 Size = Literal[
     "vocab_size", "hidden_size", "q_size", "kv_size", "head_dim", "value_size", "ffn_size", "num_experts",
-    "expert_ffn_size", "expert_gate_up_size", "shared_ffn_size", "q_rank", "kv_rank", "kv_down_size",
-    "kv_up_size", "num_heads", "one", "lora_rank", "q_rows", "linear.keys", "linear.values",
-    "linear.value_heads", "linear.value_size", "linear.conv", "linear.qkvz", "linear.ba",
+    "expert_ffn_size", "expert_gate_up_size", "shared_ffn_size", "latent.q_rank", "latent.kv_rank",
+    "latent.kv_down_size", "kv_up_size", "num_heads", "one", "lora_rank", "q_rows", "linear.keys",
+    "linear.values", "linear.value_heads", "linear.value_size", "linear.conv", "linear.qkvz", "linear.ba",
 ]  # fmt: skip
 
 

@@ -38,10 +38,10 @@ _ENDS = (
 )
 
 
-def _before(linear: str, norm: str = "input_layernorm", **options: Any) -> Row:
+def _before(linear: str) -> Row:
     """The norm before attention, whose first product is ``linear``."""
     return _row("replicated", f"{_M}input_layernorm.weight | {_M}self_attention.{linear}.layer_norm_weight",
-                _hf(f"{_H}{norm}.weight", "hidden_size"), **options)
+                _hf(f"{_H}input_layernorm.weight", "hidden_size"))
 
 
 def _qkv(kind: str, *inputs: Size, fused: bool = False, **options: Any) -> Row:
@@ -69,13 +69,13 @@ _PROJECTION_NORMS = (
 _OPTIONAL_QK_NORM = tuple(replace(row, when=attrgetter("qk_norm")) for row in _QK_NORM)
 _ATTENTION = (*_ENDS, _before("linear_qkv"), _qkv("weight", "hidden_size"), _OUT)
 _LOW_RANK: tuple[tuple[bool, str, str, tuple[Size, ...], Callable[[Architecture], object]], ...] = (
-    (True, "q_down_proj", "q_a_proj", ("q_rank", "hidden_size"), attrgetter("q_rank")),
-    (False, "q_up_proj", "q_b_proj", ("q_size", "q_rank"), attrgetter("q_rank")),
-    (False, "q_proj", "q_proj", ("q_size", "hidden_size"), lambda arch: not arch.q_rank),
-    (True, "kv_down_proj", "kv_a_proj_with_mqa", ("kv_down_size", "hidden_size"), bool),
-    (False, "kv_up_proj", "kv_b_proj", ("kv_up_size", "kv_rank"), bool),
+    (True, "q_down_proj", "q_a_proj", ("latent.q_rank", "hidden_size"), attrgetter("latent.q_rank")),
+    (False, "q_up_proj", "q_b_proj", ("q_size", "latent.q_rank"), attrgetter("latent.q_rank")),
+    (False, "q_proj", "q_proj", ("q_size", "hidden_size"), lambda a: a.latent and not a.latent.q_rank),
+    (True, "kv_down_proj", "kv_a_proj_with_mqa", ("latent.kv_down_size", "hidden_size"), bool),
+    (False, "kv_up_proj", "kv_b_proj", ("kv_up_size", "latent.kv_rank"), bool),
 )
-_RANKS: tuple[tuple[str, Size], ...] = (("q", "q_rank"), ("kv", "kv_rank"))
+_RANKS: tuple[tuple[str, Size], ...] = (("q", "latent.q_rank"), ("kv", "latent.kv_rank"))
 _LATENT = (
     *_ENDS,
     _row("replicated", f"{_M}input_layernorm.weight", _hf(f"{_H}input_layernorm.weight", "hidden_size")),

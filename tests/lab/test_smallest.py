@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from hub_configs import CONFIGS
 from launch import REPO
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.lab.trace.command import make_smallest
@@ -52,3 +56,10 @@ def test_each_axis_is_as_small_as_shows_the_pattern(
         n // parallel.pipeline // parallel.expert for n, parallel in ((world, whole), (ranks, p))
     )
     assert (copies > 1) == (small_copies > 1)
+
+
+def test_layers_that_differ_in_windows_only_communicate_alike(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["OLMo-3-32B"]), encoding="utf-8")
+    keys = "--parallel.tensor 4 --parallel.pipeline 4 --parallel.virtual_pipeline 2".split()
+    _, asked = make_smallest(load_config([DENSE / "run.toml"], keys), str(tmp_path), 32)
+    assert (asked.world, asked.layers) == (16, 8)

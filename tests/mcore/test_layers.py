@@ -20,7 +20,7 @@ from megatron_fspo.trainer.prepare import prepare
 
 def local_attention() -> SDPACoreAttention:
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2)
-    collection: Any = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+    collection: Any = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1), tp=None)
     return SDPACoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=collection)
 
 

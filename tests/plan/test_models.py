@@ -77,6 +77,8 @@ def test_a_layer_saves_what_its_kind_of_attention_needs(layers: Any) -> None:
         return {one.what: getattr(one, layers) / 1024 / 2 for one in found}
 
     latent, glm = saved("DeepSeek-V3"), saved("GLM-4.5-Air", experts=True)
+    oss = saved("gpt-oss-20b", experts=True)  # a trace of its step: gate and up without and with biases
+    assert oss["gate and up"] == oss["clamped gate, and its sigmoid"] == 2 * 4 * 2880
     assert latent["q after RoPE"] == latent["k after RoPE"] == 128 * 192
     assert latent["v, into attention"] == 128 * (192 if layers == "local" else 128)  # padded
     assert latent["attention's output, into a linear"] == 128 * 128

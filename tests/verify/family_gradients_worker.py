@@ -27,7 +27,7 @@ from megatron_fspo.mcore.machine.startup import join, start, stop
 from megatron_fspo.mcore.model import gated_delta, layers, packed_attention, self_attention
 from megatron_fspo.mcore.model.gated_delta import DeltaCore, GatedNorm
 from megatron_fspo.mcore.model.router import PolicyRouter
-from megatron_fspo.mcore.model.self_attention import TwoRopes
+from megatron_fspo.mcore.model.self_attention import Ropes
 from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import TEMPERATURE, cases, make_routes, make_samples, narrow, random_weights
 from megatron_fspo.verify.layouts import choose_model, parse_layout
@@ -135,7 +135,7 @@ def unsummed(real: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
 FAULTS: dict[str, tuple[str, str, Any, str, Any]] = {
     "window_off_by_one": ("mistral", "recompute", layers, "packed_attention", longer_window),
     "windows_of_other_layers": ("gemma3_text", "recompute", Architecture, "layer_type", next_layer),
-    "one_rope": ("gemma3_text", "pp2", TwoRopes, "forward", the_others_angles),
+    "one_rope": ("gemma3_text", "pp2", Ropes, "forward", the_others_angles),
     "plain_norm": ("gemma3_text", "tp2.sp", layers.RMSNorm, "forward", plain_norm),
     "window_of_gemma": ("gemma3_text", "recompute", layers, "packed_attention", longer_window),
     "mean_of_a_rank": ("olmo2", "tp2.sp", self_attention, "over_ranks", lambda real, values, _: values),

@@ -18,8 +18,18 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.state.checkpoint import _check_function
 from megatron_fspo.weights import Adapters, Architecture, config_file, read_architecture
 from megatron_fspo.weights.architecture import Experts, LatentAttention, LinearAttention, Yarn
-from megatron_fspo.weights.hf_config import NEUTRAL_KEYS, SUPPORTED
+from megatron_fspo.weights.hf_config import SUPPORTED
 
+NEUTRAL_KEYS = frozenset(
+    "_name_or_path architectures attention_dropout bos_token_id chunk_size_feed_forward embd_pdrop"
+    " eos_token_id experts_per_token id2label initial_context_length initializer_range is_encoder_decoder"
+    " label2id max_window_layers"
+    " original_max_position_embeddings output_attentions output_hidden_states output_router_logits"
+    " cache_implementation _sliding_window_pattern"
+    " pad_token_id pretraining_tp problem_type resid_pdrop return_dict router_aux_loss_coef"
+    " router_jitter_noise transformers_version use_cache".split()
+)
+"""Keys that do not change what a model computes; all others of a supported family count or are refused."""
 WHOLE = replace(
     read_architecture(REPO / "examples/make_sum/checkpoint"),
     rope_factor=8.0,

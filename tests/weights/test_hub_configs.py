@@ -47,7 +47,7 @@ FOUND: dict[str, dict[str, Any]] = {
     "Gemma-3-27B": {
         "rms_norm_eps": 1e-6, "tied": True, "rope_theta": 1e6, "rope_divisor": 8.0, "window": 1024,
         "window_rope_theta": 1e4, "zero_centered_norms": True, "gelu": True, "attention_scale": 168**-0.5,
-        "layer_types": ((*["window"] * 5, "full") * 11)[:62],
+        "layer_types": ((*["window"] * 5, "full") * 11)[:62], "prefix": "language_model.model.",
     },
     "OLMo-2-13B": {"rms_norm_eps": 1e-6, "rope_theta": 5e5},
     "OLMo-3-32B": {
@@ -150,6 +150,13 @@ GEMMA: dict[str, Any] = {
     "sliding_window_pattern": 0, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
     "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}},
 }  # fmt: skip
+
+
+def gemma(**changes: Any) -> dict[str, Any]:
+    text = CONFIGS["Gemma-3-27B"]["text_config"] | changes
+    return {key: value for key, value in text.items() if value is not ...}
+
+
 # Model, a key's value that changes what it computes (... where it is missing), and the key that is named.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *(
@@ -179,7 +186,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         ]
     ),
     ("DeepSeek-V3", {"rope_parameters": YARN | {"factor": 8}}, "rope_scaling"),
-    *(("Gemma-3-27B", {key: value}, key) for key, value in GEMMA.items()),
+    *(("Gemma-3-27B", {"text_config": gemma(**{key: value})}, key) for key, value in GEMMA.items()),
     ("OLMo-3-32B", {"rope_scaling": OLMO_YARN | {"attention_factor": 1.0}}, "rope_scaling"),
     ("OLMo-3-32B", {"rope_theta": 1e6}, "rope_theta"),
     ("OLMo-3-32B", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_parameters"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +22,20 @@ from megatron_fspo.weights import (
     write_hf_checkpoint,
     write_megatron_checkpoint,
 )
-from megatron_fspo.weights.load import check_checkpoint
+from megatron_fspo.weights.load import check_checkpoint, check_tied_copies
 
-VISION = {
-    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
-    "num_position_embeddings": 16, "patch_size": 4,
+QWEN: dict[str, Any] = {
+    "vision_config": {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
+        "num_position_embeddings": 16, "patch_size": 4,
+    },
+}  # fmt: skip
+GEMMA: dict[str, Any] = {
+    "vision_config": {
+        "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1,
+        "image_size": 8, "patch_size": 4,
+    },
+    "mm_tokens_per_image": 4,
 }  # fmt: skip
 
 
@@ -33,14 +44,17 @@ def save(folder: Path, family: str) -> dict[str, Tensor]:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     sizes = {**SIZES, "vocab_size": 61, "num_attention_heads": 4, "num_key_value_heads": 2}
-    text = tiny_families.config(f"{family}_text", sizes, tie_word_embeddings=False).to_dict()
+    tied = family == "gemma3"
+    text = tiny_families.config(f"{family}_text", sizes, tie_word_embeddings=tied).to_dict()
+    more = GEMMA if tied else QWEN
     config = AutoConfig.for_model(
-        family, text_config=text, vision_config=VISION, tie_word_embeddings=False, dtype="float32"
+        family, text_config=text, tie_word_embeddings=tied, dtype="float32", **copy.deepcopy(more)
     )
     torch.manual_seed(1)
     AutoModelForImageTextToText.from_config(config).float().save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | {"mtp.norm.weight": torch.ones(32)}, folder / "model.safetensors", {"format": "pt"})
+    later = {} if tied else {"mtp.norm.weight": torch.ones(32)}
+    save_file(tensors | later, folder / "model.safetensors", {"format": "pt"})
     return tensors
 
 
@@ -62,16 +76,26 @@ def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gemma 3's as their modules are called, as trainers that do not go through transformers write them."""
+    names = {
+        name: f"model.{name}".replace("model.language_model.model.", "model.language_model.")
+        for name in tensors
+    }
+    return {names[name]: tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "gemma3"])
 def test_the_rest_is_copied_and_the_export_is_the_model(family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText
 
     original = save(tmp_path / "model", family)
-    vision = {name for name in original if name.startswith("model.visual.")}
+    vision = {name for name in original if "visual." in name or name.startswith(("vision", "multi"))}
     arch = read_architecture(tmp_path / "model")
     assert len(vision) > 10 and expected_hf_shapes(arch).keys() == original.keys() - vision
     check_checkpoint(HFReader(tmp_path / "model"), arch)
-    save_file(stacked(original), tmp_path / "model/model.safetensors", {"format": "pt"})
+    others = renamed(original) if family == "gemma3" else stacked(original)
+    save_file(others, tmp_path / "model/model.safetensors", {"format": "pt"})
     reader = HFReader(tmp_path / "model")
     check_checkpoint(reader, arch)
     assert reader.names() == original.keys()
@@ -92,7 +116,7 @@ def test_the_rest_is_copied_and_the_export_is_the_model(family: str, tmp_path: P
     half = load_file(tmp_path / "half/model.safetensors")
     assert {name for name, tensor in half.items() if tensor.dtype == torch.float32} == vision
     assert read_architecture(tmp_path / "half").dtype == torch.bfloat16
-    named = "has model.visual."
+    named = f"has {min(vision)}"
     refused(lambda: write_megatron_checkpoint(tmp_path / "distcp", reader, arch), tmp_path, named)
 
 
@@ -111,3 +135,24 @@ def test_stacked_experts_with_a_row_too_many_are_refused(tmp_path: Path) -> None
     tensors[name] = torch.cat([tensors[name], tensors[name][:, :1]], 1)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     refused(lambda: HFReader(tmp_path), tmp_path, "rows, not as many of gate as of up")
+
+
+def test_two_names_of_one_tensor_are_refused(tmp_path: Path) -> None:
+    tensors = save(tmp_path, "gemma3")
+    name = "model.language_model.norm.weight"
+    more = {
+        name: torch.ones(32),
+        "language_model.lm_head.weight": tensors["language_model.model.embed_tokens.weight"] + 0,
+    }
+    save_file(tensors | more, tmp_path / "model.safetensors", {"format": "pt"})
+    refused(
+        lambda: HFReader(tmp_path), tmp_path, f"{name} is another name of language_model.model.norm.weight"
+    )
+    del more[name]
+    save_file(tensors | more, tmp_path / "model.safetensors", {"format": "pt"})
+    reader, arch = HFReader(tmp_path), read_architecture(tmp_path)
+    check_checkpoint(reader, arch)
+    check_tied_copies(reader, arch)
+    more["language_model.lm_head.weight"][0, 0] += 1
+    save_file(tensors | more, tmp_path / "model.safetensors", {"format": "pt"})
+    refused(lambda: check_tied_copies(HFReader(tmp_path), arch), tmp_path, "config.json ties the two")

@@ -91,7 +91,7 @@ def _attention(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
     v = out * arch.num_kv_heads / arch.num_heads
     yield from _norm(shape, pack, "first")
     if arch.latent:
-        ranks = between(shape, pack) * (arch.q_rank + arch.kv_rank)
+        ranks = between(shape, pack) * ((arch.latent.q_rank or 0) + arch.latent.kv_rank)
         keys = between(shape, pack) * arch.latent.rope_size * width
         wide = width if shape.device == "cuda" else 2 * _FP32
         yield KeptTensor("latent q, k and v into their norms", ranks * wide + keys, ranks * width + keys)
@@ -191,7 +191,8 @@ def _mlp(shape: Shape, pack: PlannedPack, experts: bool) -> Iterator[KeptTensor]
         yield KeptTensor("the shared expert's output, into its gate", shared, shared)
     yield KeptTensor("gate and up", 2 * values * width, 2 * values * width)
     if experts and arch.experts and arch.experts.clamp is not None:
-        yield KeptTensor("clamped gate, and its sigmoid", 2 * values * width, 0)
+        both = 2 * values * width  # with biases in Transformer Engine
+        yield KeptTensor("clamped gate, and its sigmoid", both, both)
     yield KeptTensor("silu(gate)", values * width, 0)
     yield KeptTensor("up, into the product", values * width, 0)
     yield KeptTensor("silu(gate) · up, into a linear", values * width, values * _product_width(shape))

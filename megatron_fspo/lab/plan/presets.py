@@ -11,17 +11,16 @@ from megatron_fspo.data.hub import find_checkpoint
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights import Architecture, Experts, read_architecture
 
-_BF16 = {"dtype": torch.bfloat16}
 _QWEN3: dict[str, Any] = {
-    **_BF16, "model_type": "qwen3", "num_kv_heads": 8, "head_dim": 128, "vocab_size": 151936, "tied": False,
+    "model_type": "qwen3", "num_kv_heads": 8, "head_dim": 128, "vocab_size": 151936, "tied": False,
     "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960,
 }  # fmt: skip
 _LLAMA31: dict[str, Any] = {
-    **_BF16, "model_type": "llama", "num_kv_heads": 8, "head_dim": 128, "vocab_size": 128256, "tied": False,
+    "model_type": "llama", "num_kv_heads": 8, "head_dim": 128, "vocab_size": 128256, "tied": False,
     "rms_norm_eps": 1e-5, "rope_theta": 5e5, "rope_factor": 8.0, "max_position_embeddings": 131072,
 }  # fmt: skip
 _SMOLLM2: dict[str, Any] = {
-    **_BF16, "model_type": "llama", "num_kv_heads": 3, "head_dim": 64, "vocab_size": 49152, "tied": True,
+    "model_type": "llama", "num_kv_heads": 3, "head_dim": 64, "vocab_size": 49152, "tied": True,
     "rms_norm_eps": 1e-5, "rope_theta": 1e5, "max_position_embeddings": 8192,
 }  # fmt: skip
 
@@ -30,7 +29,7 @@ def _dense(
     family: dict[str, Any], layers: int, hidden: int, heads: int, ffn: int, **more: Any
 ) -> Architecture:
     sizes = {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "ffn_size": ffn}
-    return Architecture(**{**family, **sizes, **more})
+    return Architecture(dtype=torch.bfloat16, **{**family, **sizes, **more})
 
 
 def _mixture(layers: int, hidden: int, heads: int, ffn: int, expert: int) -> Architecture:

@@ -36,13 +36,7 @@ _ORDER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model distributed over ranks.
-
-    Example (Qwen3-8B on one node)::
-
-        Shape(arch=arch, parallel=Parallel(tensor=8, sequence=True), world=8, dtype=torch.bfloat16,
-              layers="transformer_engine", device="cuda")
-    """
+    """A model distributed over ranks."""
 
     arch: Architecture
     parallel: Parallel

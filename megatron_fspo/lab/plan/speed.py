@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megatron_fspo.lab.plan.shape import PlannedPack, Shape, between
 from megatron_fspo.lab.plan.state import cached_values, model_values, state, state_bytes, within_window
+from megatron_fspo.weights.flops import layer_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,18 +103,9 @@ class Phase:
 
 def forward_flops(shape: Shape, work: Work) -> tuple[float, float]:
     """Return the FLOPs of the layers and of the head in one forward pass over a step's responses."""
-    arch = shape.arch
-    layers = 0.0
-    for length, count in (
-        (work.prompt_tokens + work.response_tokens, work.responses),
-        (work.prompt_tokens - 1, -work.shared),
-    ):
-        # Causal attention: q·k and weights·v, each 2 · L²/2 FLOPs per value, fewer with a window.
-        seen = within_window(arch, length)
-        pairs = (2 * length - seen) * seen
-        layers += 2 * arch.num_layers * arch.layer_size * length * count
-        layers += arch.softmax_layers * (arch.q_size + arch.value_size) * pairs * count
-        layers += arch.count("linear") * 6 * arch.state_size * length * count
+    arch, prompt = shape.arch, work.prompt_tokens
+    layers = work.responses * layer_flops(arch, prompt + work.response_tokens)
+    layers -= work.shared * layer_flops(arch, prompt - 1)
     head = 2.0 * arch.vocab_size * arch.hidden_size * work.responses * work.response_tokens
     return layers, head
 

@@ -138,7 +138,7 @@ def cached_values(arch: Architecture, *, embedded: bool, gpus: int) -> int:
     (with fewer heads than GPUs, they are replicated). vLLM caches latent attention's common ones instead, on
     all GPUs."""
     if arch.latent and not embedded:
-        return arch.kv_down_size
+        return arch.latent.kv_down_size
     return max(1, arch.num_kv_heads // gpus) * (arch.head_dim + arch.value_size // arch.num_heads)
 
 

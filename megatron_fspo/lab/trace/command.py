@@ -149,7 +149,7 @@ def make_smallest(config: Config, model: str, world: int) -> tuple[Config, Reque
     stages = p.pipeline if p.pipeline <= 2 else 4 if p.interleaved and p.pipeline % 2 == 0 else 3
     replica, whole, stage = tensor * context, p.tensor * p.context, world // p.pipeline
     expert = min(p.expert, 2 if p.expert < whole else replica if p.expert == whole else 2 * replica)
-    kinds = arch.shortened().num_layers
+    kinds = 1 if arch.uniform else arch.shortened().num_layers  # of layers that communicate differently
     least = max(2 if kinds == 1 else kinds * stages * chunks, 2 * config.fp8.first_last_layers_bf16 + 1)
     groups = math.lcm(expert, arch.experts.groups if arch.experts else 1)
     data = max(min(stage // whole, 2), expert * min(stage // p.expert, 2) // replica)

@@ -24,10 +24,10 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from megatron_fspo.mcore.model.self_attention import SplitByHeads
 from megatron_fspo.weights.architecture import Architecture, LinearAttention
 
 CHUNK = 64
@@ -175,7 +175,7 @@ class GatedNorm(Module):
         return gated.to(x.dtype)
 
 
-class GatedDeltaNet(MegatronModule):  # type: ignore[misc, unused-ignore]
+class GatedDeltaNet(SplitByHeads, MegatronModule):  # type: ignore[misc, unused-ignore]
     """A linear layer's attention, in the place of Megatron's ``SelfAttention``. ``in_proj`` and ``out_proj``
     are the classes of its linear layers; with Transformer Engine, ``in_proj`` has the norm before it."""
 
@@ -232,20 +232,6 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc, unused-ignore]
         gated = self.out_norm(heads, gate.unflatten(-1, (-1, self._value_size)))
         out, bias = self.out_proj(gated.flatten(2))
         return out, bias
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None, **_: Any
-    ) -> dict[str, Any]:
-        """Return Megatron's description for checkpoints; own parameters are split by heads."""
-        own: dict[str, Any] = {}
-        self._save_to_state_dict(own, "", keep_vars=True)
-        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            own, prefix, dict.fromkeys(own, 0), sharded_offsets
-        )
-        for name, module in self.named_children():
-            at = f"{prefix}{name}."
-            found |= sharded_state_dict_default(module, at, sharded_offsets, metadata, tp_group=self._group)
-        return found
 
 
 class GatedSelfAttention(SelfAttention):  # type: ignore[misc, unused-ignore]

@@ -33,14 +33,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_fspo.mcore.machine.backend import Backend
 from megatron_fspo.mcore.model.gated_delta import GatedDeltaNet, GatedSelfAttention
 from megatron_fspo.mcore.model.packed_attention import attend, layer_window, make_sinks, packed_attention
 from megatron_fspo.mcore.model.policy_loss import at_positions
-from megatron_fspo.mcore.model.self_attention import LayerSelfAttention
+from megatron_fspo.mcore.model.self_attention import LayerSelfAttention, SplitByHeads, has_ropes
 from megatron_fspo.packing.zigzag import gathered_positions, local_positions
 from megatron_fspo.weights import Architecture, has_parameter
 
@@ -66,7 +65,7 @@ class RMSNorm(torch.nn.RMSNorm):
         return F.rms_norm(wide, self.normalized_shape, 1 + self.weight.to(wide.dtype), self.eps).to(x.dtype)
 
 
-class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
+class SDPACoreAttention(SplitByHeads, MegatronModule):  # type: ignore[misc, unused-ignore]
     """Causal attention in torch; packed sequences do not attend to one another.
 
     Megatron's ``DotProductAttention`` supports neither packed inputs nor context parallelism, and stores all
@@ -89,16 +88,8 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
         self.softmax_scale = softmax_scale
         self._window = layer_window(config, layer_number)
         assert pg_collection is not None
-        self._cp, self._groups = pg_collection.cp, pg_collection
+        self._cp, self._group = pg_collection.cp, pg_collection.tp
         self.softmax_offset = make_sinks(config)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> Any:
-        """Return the sinks for Megatron's checkpoints."""
-        groups = {"tp_group": self._groups.tp, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
-        own, axes = self.state_dict(keep_vars=True), {"softmax_offset": 0}
-        return make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)
 
     def forward(
         self,
@@ -205,17 +196,15 @@ class ResidualAdd(torch.nn.Module):
 
 
 def block_spec(
-    backend: Backend, config: TransformerConfig, vp_stage: int | None = None, arch: Architecture | None = None
+    arch: Architecture, backend: Backend, config: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """Return Megatron's specs of this rank's layers: of Transformer Engine's with our attention, or of
-    Megatron's local ones with our norm and attention. ``vp_stage`` is the virtual pipeline stage; ``arch``
-    adds what the configuration lacks, factors and norms of the residual stream."""
+    Megatron's local ones with our norm and attention. ``vp_stage`` is the virtual pipeline stage."""
     first, pattern = get_transformer_layer_offset(config, vp_stage), config.moe_layer_freq
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     experts = [config.num_moe_experts if pattern == 1 or pattern[n] else None for n in numbers]
-    linear = [arch is not None and arch.layer_type(n) == "linear" for n in numbers]
-    each = [*zip(experts, linear, strict=True)]
-    kinds = {kind: _layer_spec(backend, config, *kind, arch) for kind in {*each}}
+    each = [*zip(experts, (arch.layer_type(n) == "linear" for n in numbers), strict=True)]
+    kinds = {kind: _layer_spec(arch, backend, config, *kind) for kind in {*each}}
     layers = [kinds[kind] for kind in each]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_norm(backend))
 
@@ -254,11 +243,7 @@ def _gate(layer: ModuleSpec, arch: Architecture, linear: bool) -> None:
 
 
 def _layer_spec(
-    backend: Backend,
-    config: TransformerConfig,
-    num_experts: int | None,
-    linear: bool,
-    arch: Architecture | None,
+    arch: Architecture, backend: Backend, config: TransformerConfig, num_experts: int | None, linear: bool
 ) -> ModuleSpec:
     latent = config.multi_latent_attention
     both = {"num_experts": num_experts, "qk_layernorm": config.qk_layernorm, "multi_latent_attention": latent}
@@ -296,16 +281,16 @@ def _layer_spec(
         attention.core_attention = SDPACoreAttention
     if latent:
         layer.submodules.self_attention.module = LatentSelfAttention
-    if arch is not None and (arch.projection_norms or arch.window_rope_theta is not None):
+    if arch.projection_norms or has_ropes(arch):
         layer.submodules.self_attention.module = LayerSelfAttention
         layer.submodules.self_attention.params |= {"arch": arch}
-    if arch is not None and not has_parameter(arch, "input_layernorm.weight"):
+    if not has_parameter(arch, "input_layernorm.weight"):
         _remove_norms(backend, layer)
-    if arch is not None and arch.output_gate:
+    if arch.output_gate:
         _gate(layer, arch, linear)
     for place in ("self_attn_bda", "mlp_bda"):
-        normed = arch is not None and has_parameter(arch, f"{place}.norm.weight")
-        if (scale := arch.residual_scale if arch else 1.0) != 1 or normed:
+        normed, scale = has_parameter(arch, f"{place}.norm.weight"), arch.residual_scale
+        if normed or scale != 1:
             how = {"config": config, "scale": scale, "norm": _norm(backend) if normed else None}
             setattr(layer.submodules, place, ModuleSpec(module=ResidualAdd, params=how))
     return layer

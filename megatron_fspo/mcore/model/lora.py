@@ -34,7 +34,8 @@ from torch.nn import Module, ModuleDict, Parameter, ParameterDict
 
 from megatron_fspo.mcore.model.gated_delta import GatedDeltaNet
 from megatron_fspo.mcore.model.model import named_weights
-from megatron_fspo.weights import Adapters, Architecture
+from megatron_fspo.weights import Adapters, Architecture, shard_shape
+from megatron_fspo.weights.table import adapter_rows
 
 LINEAR = {
     "self_attention.linear_qkv": ("q", "k", "v"),
@@ -72,35 +73,26 @@ def _want_gradient(_: Module, __: Any, output: Tensor) -> None:
 
 
 def _install(module: Module, targets: tuple[str, ...], arch: Architecture, group: dist.ProcessGroup) -> None:
-    adapters, config = arch.adapters, module.config
-    assert adapters is not None and isinstance(config, TransformerConfig)
-    column, size, rank = len(targets) > 1, group.size(), adapters.rank
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    factors = ModuleDict()
-    for target in targets:
-        if target in adapters.targets:
-            outputs, inputs = _outputs(target, arch) // (size if column else 1), weight.shape[1]
-            a, b = (
-                Parameter(weight.new_full(shape, math.nan)) for shape in ((rank, inputs), (outputs, rank))
-            )
-            whole, cut, dimension = (a, b, 0) if column else (b, a, 1)
-            vars(whole).update(sequence_parallel=config.sequence_parallel, allreduce=True)
-            marks = {"tensor_model_parallel": size > 1, "partition_dim": dimension, "partition_stride": 1}
-            vars(cut).update(allreduce=True, **marks)
-            factors[target] = ParameterDict({"a": a, "b": b})
-    module.adapters = factors
+    config, weight = module.config, module.weight
+    assert isinstance(config, TransformerConfig) and isinstance(weight, Tensor)
+    factors: dict[str, dict[str, Parameter]] = {}
+    for row in adapter_rows(arch):
+        target, factor = row.megatron[0].split(".")[-2:]
+        if target in targets:
+            one = Parameter(weight.new_full(shard_shape(row, arch, group.size(), 0), math.nan))
+            marks = {"sequence_parallel": config.sequence_parallel}
+            if row.layout != "replicated":
+                marks = {"tensor_model_parallel": group.size() > 1, "partition_dim": int(row.layout == "row")}
+                marks["partition_stride"] = 1
+            vars(one).update(allreduce=True, **marks)
+            factors.setdefault(target, {})[factor] = one
+    found = {target: ParameterDict(factors[target]) for target in targets if target in factors}
+    module.adapters = ModuleDict(found)
     vars(module)["adapters_on"] = True
     if hasattr(module, "return_layernorm_output"):  # Transformer Engine's norm and product in one
         vars(module)["return_layernorm_output"] = True
-    add = _add_column if column else _add_row
+    add = _add_column if len(targets) > 1 else _add_row
     module.register_forward_hook(partial(add, arch=arch, group=group))
-
-
-def _outputs(target: str, arch: Architecture) -> int:
-    """Return the output size of a target's whole matrix."""
-    if target in ("o", "down"):
-        return arch.hidden_size
-    return {"q": arch.q_rows, "k": arch.kv_size, "v": arch.kv_size}.get(target, arch.ffn_size)
 
 
 def _add_column(

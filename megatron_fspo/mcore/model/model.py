@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,9 +32,8 @@ from megatron_fspo.mcore.machine.sizes import padded_vocab_size
 from megatron_fspo.mcore.model.layers import block_spec
 from megatron_fspo.mcore.model.packed_attention import SINK
 from megatron_fspo.mcore.model.router import install_routers
-from megatron_fspo.mcore.model.self_attention import TwoRopes
+from megatron_fspo.mcore.model.self_attention import Ropes, has_ropes
 from megatron_fspo.weights import Architecture, has_parameter
-from megatron_fspo.weights.architecture import Yarn
 
 
 def transformer_config(
@@ -49,7 +49,7 @@ def transformer_config(
     interleaved = parallel.virtual_pipeline > 1
     if arch.window and parallel.context > 1 and backend.layers == "transformer_engine":
         raise InputError(f"parallel.context = {parallel.context}: Transformer Engine's rings have no window")
-    config = (MLATransformerConfig if arch.latent else TransformerConfig)(
+    return (MLATransformerConfig if arch.latent else TransformerConfig)(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
         ffn_hidden_size=arch.ffn_size,
@@ -95,31 +95,6 @@ def transformer_config(
         **_precision(fp8),
         **(backend.config_flags() | _attention(arch) | _linear(arch, backend)),
     )
-    return _with_yarn(config, _common_yarn(arch))
-
-
-def _common_yarn(arch: Architecture) -> Yarn | None:
-    """Return the YaRN that Megatron's model computes for all layers; None if layers compute or lack it."""
-    return arch.yarn if not arch.latent and arch.window_rope_theta is None else None
-
-
-def _with_yarn(config: TransformerConfig, yarn: Yarn | None) -> TransformerConfig:
-    """Set the attributes where GPTModel looks for them."""
-    if yarn is not None:
-        vars(config).update({f"yarn_{name}": value for name, value in vars(yarn).items()})
-    return config
-
-
-def _activation(arch: Architecture, backend: Backend) -> Callable[[Tensor], Tensor]:
-    """Return the function of the MLP's gate. Megatron's fused product takes the erf form as sign for tanh."""
-    if not arch.gelu:
-        return F.silu
-    return F.gelu if backend.config_flags()["bias_activation_fusion"] else gelu_tanh
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """Compute GELU in its tanh form."""
-    return F.gelu(x, approximate="tanh")
 
 
 def _unset(weight: Tensor) -> None:
@@ -134,9 +109,8 @@ def _unset(weight: Tensor) -> None:
 def _attention(arch: Architecture) -> dict[str, Any]:
     """Return the settings for heads."""
     latent = arch.latent
-    # Megatron's fused RoPE of packs ignores that neighbours are rotated, and YaRN's factor; that of latent
-    # attention needs YaRN.
-    unfused = latent or arch.rotary_interleaved or _common_yarn(arch)
+    # Megatron's fused RoPE of packs ignores that neighbours are rotated; that of latent attention needs YaRN.
+    unfused = latent or arch.rotary_interleaved
     settings: dict[str, Any] = {"apply_rope_fusion": False} if unfused else {}
     if latent is None:
         normed = has_parameter(arch, "self_attention.q_layernorm.weight") and not arch.projection_norms
@@ -151,6 +125,8 @@ def _attention(arch: Architecture) -> dict[str, Any]:
             "attention_output_gate": arch.output_gate,
             **settings,
         }
+    yarn = {**vars(arch.yarn)} if arch.yarn else {}
+    yarn.pop("correction_range_round_to_int", None)
     return {
         "q_lora_rank": latent.q_rank,
         "kv_lora_rank": latent.kv_rank,
@@ -161,20 +137,19 @@ def _attention(arch: Architecture) -> dict[str, Any]:
         "rope_type": "yarn" if arch.yarn else "rope",
         "rotary_base": int(arch.rope_theta),
         **settings,
-        **{
-            name: value
-            for name, value in (vars(arch.yarn) if arch.yarn else {}).items()
-            if name != "correction_range_round_to_int"
-        },
+        **yarn,
     }
 
 
 def _linear(arch: Architecture, backend: Backend) -> dict[str, Any]:
     """Return the settings for the activation, and for biases of all linear layers."""
     limit = arch.experts.clamp if arch.experts else None
-    plain = {"activation_func": _activation(arch, backend), "add_bias_linear": False}
     if limit is None:
-        return plain
+        gate: Any = F.silu
+        if arch.gelu:  # Megatron's fused product takes the erf form as sign for tanh
+            fused = backend.config_flags()["bias_activation_fusion"]
+            gate = F.gelu if fused else partial(F.gelu, approximate="tanh")
+        return {"activation_func": gate, "add_bias_linear": False}
     # With biases, Megatron refuses the fused addition to the residual stream.
     clamped = {"activation_func_clamp_value": limit, "glu_linear_offset": 1.0, "bias_dropout_fusion": False}
     return {"activation_func": quick_gelu, "add_bias_linear": True, **clamped}
@@ -217,20 +192,20 @@ def _precision(fp8: FP8) -> dict[str, Any]:
 
 def build_chunks(arch: Architecture, config: TransformerConfig, backend: Backend) -> list[GPTModel]:
     """Build this rank's model chunks, one per virtual pipeline stage. Matrices are NaN until a checkpoint is
-    loaded; no random numbers are drawn."""
+    loaded; no random numbers are drawn. 0.19 calls the class deprecated, but 0.16 lacks ``HybridModel``."""
     stages = config.virtual_pipeline_model_parallel_size
     chunks = []
     for vp_stage in [None] if stages is None else range(stages):
         model = GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(backend, config, vp_stage, arch),
+            transformer_layer_spec=block_spec(arch, backend, config, vp_stage),
             vocab_size=padded_vocab_size(arch.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=arch.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             parallel_output=True,
             share_embeddings_and_output_weights=arch.tied,
-            position_embedding_type="yarn" if _common_yarn(arch) else "rope",
+            position_embedding_type="rope",
             rotary_percent=arch.rotary_share,
             rotary_base=int(arch.rope_theta),
             seq_len_interpolation_factor=arch.rope_divisor if arch.rope_divisor != 1 else None,
@@ -238,8 +213,8 @@ def build_chunks(arch: Architecture, config: TransformerConfig, backend: Backend
             rope_scaling_factor=arch.rope_factor or 1.0,
             vp_stage=vp_stage,
         )
-        if arch.window_rope_theta is not None:
-            model.rotary_pos_emb = TwoRopes(arch, model.rotary_pos_emb)
+        if has_ropes(arch):
+            model.rotary_pos_emb = Ropes(arch, model.rotary_pos_emb)
         chunks.append(model.to(backend.device))  # norms and routers are created on the CPU
         if model.pre_process and (scale := arch.embedding_factor(config.params_dtype)) != 1:
             model.embedding.register_forward_hook(lambda *call, scale=scale: call[-1] * scale)

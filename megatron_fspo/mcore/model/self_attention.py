@@ -19,11 +19,31 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_fspo.weights import Architecture
+
+
+class SplitByHeads:
+    """Describes a module for Megatron's checkpoints: its own parameters are split by heads over its group."""
+
+    _group: dist.ProcessGroup
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None, **_: Any
+    ) -> dict[str, Any]:
+        assert isinstance(self, Module)
+        own = dict(self.named_parameters(recurse=False))
+        groups = {"tp_group": self._group, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups
+        )
+        for name, module in self.named_children():
+            at = f"{prefix}{name}."
+            found |= sharded_state_dict_default(module, at, sharded_offsets, metadata, tp_group=self._group)
+        return found
 
 
 class _Normed(torch.autograd.Function):
@@ -59,7 +79,7 @@ def over_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     return values
 
 
-class ProjectionNorm(Module):
+class ProjectionNorm(SplitByHeads, Module):
     """RMS norm over all heads of query or key; each tensor-parallel rank has the weights of its heads."""
 
     def __init__(self, config: TransformerConfig, size: int, group: dist.ProcessGroup) -> None:
@@ -73,23 +93,15 @@ class ProjectionNorm(Module):
         out: Tensor = _Normed.apply(x, self.weight, self._eps, self._size, self._group)  # type: ignore[no-untyped-call]
         return out
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-    ) -> dict[str, Any]:
-        """Describe the shard for Megatron's checkpoints."""
-        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            {"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets
-        )
-        return found
-
 
 class LayerSelfAttention(SelfAttention):  # type: ignore[misc, unused-ignore]
-    """Attention with its part of the angles of :class:`TwoRopes`, and norms over all heads."""
+    """Attention with its part of the angles of :class:`Ropes`, and norms over all heads."""
 
     def __init__(
         self, config: TransformerConfig, *args: Any, layer_number: int, arch: Architecture, **options: Any
     ) -> None:
-        windowed = arch.layer_type(layer_number - 1) == "window"
+        two = arch.window_rope_theta is not None
+        windowed = two and arch.layer_type(layer_number - 1) == "window"
         if arch.yarn is not None and not windowed:
             config = copy.copy(config)
             yarn = {f"yarn_{name}": value for name, value in vars(arch.yarn).items()}
@@ -104,9 +116,7 @@ class LayerSelfAttention(SelfAttention):  # type: ignore[misc, unused-ignore]
             # Not by the spec: Megatron would sum their gradients over tensor-parallel ranks.
             self.q_layernorm = ProjectionNorm(config, arch.q_size, self.pg_collection.tp)
             self.k_layernorm = ProjectionNorm(config, arch.kv_size, self.pg_collection.tp)
-        self._angles = slice(None)
-        if arch.window_rope_theta is not None:
-            self._angles = slice(arch.head_dim, None) if windowed else slice(arch.head_dim)
+        self._angles = slice(arch.head_dim, None) if windowed else slice(arch.head_dim if two else None)
 
     def forward(self, *args: Any, rotary_pos_emb: Tensor, **options: Any) -> Any:
         """Attend with this layer's angles; see Megatron's class."""
@@ -114,20 +124,25 @@ class LayerSelfAttention(SelfAttention):  # type: ignore[misc, unused-ignore]
         return super().forward(*args, rotary_pos_emb=angles, **options)
 
 
-class TwoRopes(Module):
-    """RoPE's angles of layers without a window, then those of layers with one: [positions, 1, 1, 2·d]."""
+def has_ropes(arch: Architecture) -> bool:
+    """Return True if :class:`Ropes` computes the angles, and layers take theirs."""
+    return arch.window_rope_theta is not None or (arch.yarn is not None and arch.latent is None)
+
+
+class Ropes(Module):
+    """RoPE's angles without YaRN's factor, which layers apply; where layers with a window have others, these
+    come after: [positions, 1, 1, d or 2·d]."""
 
     def __init__(self, arch: Architecture, whole: RotaryEmbedding) -> None:
         super().__init__()
-        assert arch.window_rope_theta is not None
         if arch.yarn is not None:
             yarn = {name.removeprefix("rotary_"): value for name, value in vars(arch.yarn).items()}
             whole = YarnRotaryEmbedding(arch.head_dim, rotary_base=arch.rope_theta, **yarn)
-        self._window = RotaryEmbedding(arch.head_dim, 1.0, rotary_base=arch.window_rope_theta)
-        self._whole, self.get_rotary_seq_len = whole, whole.get_rotary_seq_len
+        self._parts, self.get_rotary_seq_len = [whole], whole.get_rotary_seq_len
+        if arch.window_rope_theta is not None:
+            self._parts.append(RotaryEmbedding(arch.head_dim, 1.0, rotary_base=arch.window_rope_theta))
 
     def forward(self, *args: Any, **options: Any) -> Tensor:
         """Compute the angles; arguments are those of Megatron's classes."""
-        whole = self._whole(*args, **options)
-        angles = whole[0] if isinstance(whole, tuple) else whole  # layers apply YaRN's factor
-        return torch.cat([angles, self._window(*args, **options)], -1)
+        found = (part(*args, **options) for part in self._parts)
+        return torch.cat([angles[0] if isinstance(angles, tuple) else angles for angles in found], -1)

@@ -55,24 +55,21 @@ class _CachedAttention(Module):
             self.cache = [x.new_empty(slots, groups, self._max_tokens, x.shape[-1]) for x in (key, value)]
         for cached, new in zip(self.cache, (key, value), strict=True):
             cached[:, :, start : self._length] = new.permute(1, 2, 0, 3)
-        keys, values = (cached[:, :, : self._length] for cached in self.cache)
-        if start == 0:
-            q, mask = query.permute(1, 2, 0, 3), None
-            if tokens > self._window or self._sinks is not None:
-                seen = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device)
-                mask = seen.tril().triu(1 - self._window)
-            out = attend(q, keys, values, mask, self._scale, self._sinks)
-            return out.permute(2, 0, 1, 3).flatten(2)
-        assert tokens == 1
-        keys, values = keys[:, :, -self._window :], values[:, :, -self._window :]
-        if self._sinks is not None:
-            seen = torch.ones(1, keys.shape[2], dtype=torch.bool, device=keys.device)
-            out = attend(query.permute(1, 2, 0, 3), keys, values, seen, self._scale, self._sinks)
-            return out.permute(2, 0, 1, 3).flatten(2)
-        # Treat heads that share a key as queries of one head, so that keys need not be repeated.
-        query = query.reshape(slots, groups, -1, size)
-        out = scaled_dot_product_attention(query, keys, values, scale=self._scale)
-        return out.reshape(1, slots, -1)
+        # The first tokens see one another, each later one the window.
+        assert start == 0 or tokens == 1
+        first = -self._window if start else 0
+        keys, values = (cached[:, :, : self._length][:, :, first:] for cached in self.cache)
+        if start and self._sinks is None:
+            # Treat heads that share a key as queries of one head, so that keys need not be repeated.
+            query = query.reshape(slots, groups, -1, size)
+            out = scaled_dot_product_attention(query, keys, values, scale=self._scale)
+            return out.reshape(1, slots, -1)
+        mask = None
+        if tokens > self._window or self._sinks is not None:
+            seen = torch.ones(tokens, keys.shape[2], dtype=torch.bool, device=keys.device)
+            mask = seen if start else seen.tril().triu(1 - self._window)
+        out = attend(query.permute(1, 2, 0, 3), keys, values, mask, self._scale, self._sinks)
+        return out.permute(2, 0, 1, 3).flatten(2)
 
     def keep(self, slots: Sequence[int]) -> None:
         """Set the cache to these of its slots, in this order; only slots that move are copied."""
@@ -86,8 +83,8 @@ class _CachedAttention(Module):
 
 
 class _Rotary(Module):
-    """RoPE angles of the fed tokens, for whole sequences also on context-parallel ranks. With YaRN, the
-    angles and a factor."""
+    """RoPE angles of the fed tokens, for whole sequences also on context-parallel ranks. With YaRN, latent
+    attention has a factor, too."""
 
     def __init__(self, angles: Module, max_tokens: int) -> None:
         super().__init__()
