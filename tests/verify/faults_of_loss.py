@@ -210,7 +210,7 @@ def inserted_in_mask(real: Any, sequences: Any, *rest: Any) -> MicroBatch:
 
 @fault(CP, "tokens", *COLLATE, loss="sft")
 def turns_of_the_user_learned(real: Any, sequences: Any, *rest: Any) -> MicroBatch:
-    """SFT: all tokens after the prompt are learned, those of the user too"""
+    """SFT: turns of the user are learned"""
     return real(replace(sequences, loss_mask=None), *rest)
 
 
@@ -222,7 +222,7 @@ def mask_one_off(real: Any, sequences: Any, *rest: Any) -> MicroBatch:
 
 @fault(CP, "denominator", *LOSS, loss="sft")
 def mean_over_each_pack(real: Any, self: Any, batch: MicroBatch, *args: Any) -> Any:
-    """SFT: the mean is over the tokens of each pack"""
+    """SFT: each pack has a mean of its own"""
     return real(self, _counting(batch, num_tokens=max(1, _tokens(batch))), *args)
 
 
@@ -323,7 +323,7 @@ def kl_sign(real: Any, self: Any, batches: Sequence[MicroBatch], loss: Any) -> A
 
 @fault(CP, "denominator", *BACKWARD, figures="actor/kl_loss", loss="distil")
 def teacher_of_another_row(real: Any, self: Any, batches: Sequence[MicroBatch], loss: Any) -> Any:
-    """Distillation: the teacher's log-probs are those of other tokens"""
+    """Distillation: the teacher scored other tokens"""
     others = [replace(one, reference_log_probs=one.reference_log_probs.roll(5)) for one in batches]
     return real(self, others, loss)
 
