@@ -20,6 +20,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from make_sum import (
@@ -108,6 +109,19 @@ def write_demonstrations(path: Path, steps: int, seed: int, calls: float | None)
                 file.write(json.dumps({"prompt": prompt_text(number), "completion": completion}) + "\n")
 
 
+def train(model: Any, config: Mapping[str, object], *, steps: int, seed: int, calls: float | None) -> Any:
+    """Return ``model`` after SFT on random demonstrations."""
+    with TemporaryDirectory() as folder:
+        begin, data = Path(folder, "begin"), Path(folder, "demonstrations.jsonl")
+        save(model, config, begin)
+        write_demonstrations(data, steps, seed, calls)
+        words = f"--model.checkpoint {begin} --data.train {data} --run.folder {folder}"
+        words += f" --run.steps {steps} --run.seed {seed}"
+        if megatron_fspo(["train", "--config", str(Path(__file__).with_name("sft.toml")), *words.split()]):
+            raise SystemExit("the training failed")
+        return type(model).from_pretrained(Path(folder, "sft", "hf")).float()
+
+
 @torch.no_grad()
 def sample(model: Qwen3ForCausalLM, numbers: Sequence[int], seed: int) -> list[str]:
     """Sample one response per number at temperature 1, with the stop token if it is within 100 tokens."""
@@ -138,7 +152,7 @@ def accuracy(numbers: Sequence[int], responses: Sequence[str]) -> float:
     return sum(verdicts) / len(verdicts)
 
 
-def save(model: Qwen3ForCausalLM, config: Mapping[str, object], folder: Path) -> None:
+def save(model: Any, config: Mapping[str, object], folder: Path) -> None:
     """Write ``model``, ``config`` and tokenizer as a Hugging Face checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(ALPHABET)}, merges=[]))
@@ -175,16 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     config = {**CONFIG, "head_dim": options.head_dim}
-    options.out.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory() as folder:
-        begin, data = Path(folder, "begin"), Path(folder, "demonstrations.jsonl")
-        save(Qwen3ForCausalLM(Qwen3Config(**config)), config, begin)
-        write_demonstrations(data, options.steps, options.seed, options.calls)
-        words = f"--model.checkpoint {begin} --data.train {data} --run.folder {folder}"
-        words += f" --run.steps {options.steps} --run.seed {options.seed}"
-        if megatron_fspo(["train", "--config", str(Path(__file__).with_name("sft.toml")), *words.split()]):
-            raise SystemExit("the training failed")
-        model = Qwen3ForCausalLM.from_pretrained(Path(folder, "sft", "hf")).float()
+    model = Qwen3ForCausalLM(Qwen3Config(**config))
+    model = train(model, config, steps=options.steps, seed=options.seed, calls=options.calls)
     save(model, config, options.out / "checkpoint")
     write_prompts(options.out)
     for name, numbers in (("train", TRAIN), ("held out", HELD_OUT)):
