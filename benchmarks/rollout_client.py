@@ -119,29 +119,6 @@ def table(report: dict[str, Any]) -> str:
     return markdown(["tokens of a response", "client, `json.loads` = 1"], rows)
 
 
-def most_sampled(length: int) -> float:
-    """Tokens per second that one H100 can sample of Qwen3-8B in bf16, at the very most.
-
-    Every decoding step reads all weights and the whole KV cache from memory once; arithmetic, scheduling and
-    prefill cost nothing here. Responses are half-way on average, and as many at a time as fit the memory, up
-    to ``vllm.in_flight``.
-    """
-    weights, bandwidth, memory = 16.4e9, 3.35e12, 0.9 * 80 * 2**30
-    context = (PROMPT + length / 2) * 36 * 2 * 8 * 128 * 2  # bytes: layers, K and V, heads, their size, bf16
-    together = min(256.0, (memory - weights) / context)
-    return together * bandwidth / (weights + together * context)
-
-
-def one_reader(report: dict[str, Any], gpus: int = 64) -> str:
-    """As in docs/performance.md: what one process can read, beside what so many GPUs can sample at most."""
-    rows = []
-    for row in report["lengths"]:
-        read, sampled = row["tokens_per_cpu_second"] / 1e6, gpus * most_sampled(row["tokens"]) / 1e6
-        rows.append([f"{row['tokens']:,}", f"{read:.2f}", f"{sampled:.2f}"])
-    sampling = f"{gpus} GPUs sample at most, M tokens/s"
-    return markdown(["tokens of a response", "read, M tokens/s of a core", sampling], rows)
-
-
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--count", type=int, default=300, help="responses of each length")
@@ -155,7 +132,7 @@ def main() -> None:
     lengths = [measure(length, options.count, options.repeats) for length in LENGTHS]
     report = {"command": "python benchmarks/rollout_client.py", **machine(), "lengths": lengths}
     options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(table(report), one_reader(report), sep="\n\n")
+    print(table(report))
 
 
 if __name__ == "__main__":

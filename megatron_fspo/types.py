@@ -36,6 +36,8 @@ class Prompt:
     """All fields of the row in the data file, as JSON types; for rewards."""
     dataset: str = ""
     """Name of the data set."""
+    demonstration: Completion | None = None
+    """The response that the data set gives, for supervised training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +144,8 @@ class Completion:
     log_probs: Sequence[float]
     """Log-prob of each token in nats under the sampling distribution (after temperature and top-p); 0 for
     inserted tokens. Stored as an ``array("f")``."""
+    reference: Sequence[float] = ()
+    """Log-prob of each token under a teacher, in nats, as an ``array("f")``; empty: not scored."""
     loss_mask: Sequence[int] = ()
     """1 for each token that the policy wrote, 0 for those that an environment inserted. Empty: the policy
     wrote all. Stored as an ``array("b")``."""

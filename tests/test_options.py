@@ -105,7 +105,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
         "reward.url reward.overlong_tokens log.profile "
         "correction.name rollout.top_p rollout.old_log_probs rollout.max_staleness vllm.transfer "
         "lora.rank lora.alpha lora.rslora lora.targets lora.start moe.replay environment.name "
-        "environment.url environment.command".split()
+        "environment.url environment.command teacher.checkpoint teacher.urls".split()
     )
     tree: dict[str, Any] = {section: dict(keys) for section, keys in REQUIRED.items()}
     tree["loss"], tree["correction"] = {"name": loss}, {"name": correction}
@@ -117,7 +117,12 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
             and (field.is_required() or draw(st.booleans()))
         ):
             tree.setdefault(section, {})[name] = draw(values(field))
-    if "environment" in tree:
+    if LOSSES[loss].SUPERVISED:  # other keys are for rollouts
+        supervised = ("run", "model", "data", "loss", "optimizer")
+        tree = {section: keys for section, keys in tree.items() if section in supervised}
+        tree |= {"rollout": REQUIRED["rollout"], "batch": {"mini_batches": 1}}
+        tree["loss"].pop("kl_coef", None)
+    elif "environment" in tree:
         tree["environment"]["name"] = "calculator"
     return tree
 
@@ -358,6 +363,8 @@ def test_a_section_that_is_a_value(path: Path, section: str) -> None:
 
 @pytest.mark.parametrize(("loss", "correction"), [*zip(LOSSES, itertools.cycle(CORRECTIONS))])
 def test_legal_keys_are_all_fields_once(loss: str, correction: str) -> None:
+    if LOSSES[loss].SUPERVISED:  # without rollouts, there is nothing to correct
+        correction = "none"
     listed = [(key, field) for key, field, owner in legal_keys() if owner in ("", loss, correction)]
     config = Config.model_validate(REQUIRED | {"loss": {"name": loss}, "correction": {"name": correction}})
     sections = {section: getattr(config, section) for section in Config.model_fields}
@@ -365,6 +372,7 @@ def test_legal_keys_are_all_fields_once(loss: str, correction: str) -> None:
     assert sorted(key for key, _ in listed) == sorted(fields)
     for key, field in listed:
         variant = key in ("loss.name", "correction.name")
+        variant |= LOSSES[loss].SUPERVISED and key == "batch.mini_batches"
         assert field.is_required() or variant or field.default == fields[key], key
 
 

@@ -1,7 +1,7 @@
 """Make this folder's files: train.jsonl, validation.jsonl and checkpoint/, a warm start for RL.
 
-A Qwen3 of 0.2M parameters is trained on demonstrations (cross-entropy on response tokens) until about two in
-three responses are right: enough to get rewards often, with room to improve.
+A Qwen3 of 0.2M parameters is trained on demonstrations (SFT, by sft.toml) until about two in three responses
+are right: enough to get rewards often, with room to improve.
 
     python examples/make_sum/make_checkpoint.py                # the files in the repository
     python examples/make_sum/make_checkpoint.py --steps 100 --seed 7 --out /tmp/weaker
@@ -17,9 +17,10 @@ import argparse
 import json
 import random
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from make_sum import (
@@ -38,9 +39,9 @@ from make_sum import (
 )
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
-from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from megatron_fspo.cli import main as megatron_fspo
 from megatron_fspo.rewards.make_sum import digits_sum_to
 
 CONFIG = {
@@ -82,50 +83,43 @@ TOKENIZER_CONFIG = {
     "clean_up_tokenization_spaces": False,
     "model_max_length": CONFIG["max_position_embeddings"],
 }
-BATCH, LEARNING_RATE, WARM_UP = 64, 3e-3, 30
+BATCH = 64
+"""Demonstrations of an optimizer step, as sft.toml has it."""
 
 
 def encode(text: str) -> list[int]:
     return [ALPHABET.index(character) for character in text]
 
 
-def batch(rng: random.Random, size: int, calls: float | None) -> tuple[Tensor, Tensor]:
-    """Return ids and labels of random demonstrations, each [size, tokens], right-padded. Labels are -100 for
-    the prompt, for padding, and for the two digits that a tool writes."""
-    numbers = rng.choices(NUMBERS, k=size)
-    prompts = [encode(prompt_text(number)) for number in numbers]
-    responses = [encode(demonstration(number, rng, calls)) for number in numbers]
-    width = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
-    ids = torch.full((size, width), ALPHABET.index(PAD))
-    labels = torch.full((size, width), -100)
-    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        end = len(prompt) + len(response)
-        ids[row, :end] = torch.tensor(prompt + response)
-        labels[row, len(prompt) : end] = torch.tensor(response)
-        for call in (place for place in range(len(prompt), end) if ids[row, place] == ALPHABET.index(EQUALS)):
-            labels[row, call + 1 : call + 3] = -100
-    return ids, labels
-
-
-def train(model: Qwen3ForCausalLM, steps: int, seed: int, calls: float | None) -> None:
-    """Train ``model`` on random demonstrations; the learning rate decays linearly to a tenth."""
+def write_demonstrations(path: Path, steps: int, seed: int, calls: float | None) -> None:
+    """Write random demonstrations, one per row and ``BATCH`` per step. Digits that a tool writes are messages
+    of the tool, so they are not learned."""
     rng = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.1)
-    started = time.monotonic()
-    for step in range(1, steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min(1, step / WARM_UP) * (1 - 0.9 * (step - 1) / steps)
-        # The model first learns to use the tool, then to use it rarely.
-        share = None if calls is None else max(calls, 0.9 * (1 - step / (0.8 * steps)))
-        ids, labels = batch(rng, BATCH, share)
-        loss = model(input_ids=ids, labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if step % 50 == 0 or step == steps:
-            seconds = time.monotonic() - started
-            print(f"step {step}/{steps}  loss {loss.item():.4f}  {seconds:.0f} s", flush=True)
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        for step in range(1, steps + 1):
+            # The model first learns to use the tool, then to use it rarely.
+            share = None if calls is None else max(calls, 0.9 * (1 - step / (0.8 * steps)))
+            for number in rng.choices(NUMBERS, k=BATCH):
+                first, *others = demonstration(number, rng, share).split(EQUALS)
+                completion = [{"role": "assistant", "content": first + EQUALS * bool(others)}]
+                for text in others:
+                    completion.append({"role": "tool", "content": text[:2]})
+                    rest = text[2:] + EQUALS * (text is not others[-1])
+                    completion.append({"role": "assistant", "content": rest})
+                file.write(json.dumps({"prompt": prompt_text(number), "completion": completion}) + "\n")
+
+
+def train(model: Any, config: Mapping[str, object], *, steps: int, seed: int, calls: float | None) -> Any:
+    """Return ``model`` after SFT on random demonstrations."""
+    with TemporaryDirectory() as folder:
+        begin, data = Path(folder, "begin"), Path(folder, "demonstrations.jsonl")
+        save(model, config, begin)
+        write_demonstrations(data, steps, seed, calls)
+        words = f"--model.checkpoint {begin} --data.train {data} --run.folder {folder}"
+        words += f" --run.steps {steps} --run.seed {seed}"
+        if megatron_fspo(["train", "--config", str(Path(__file__).with_name("sft.toml")), *words.split()]):
+            raise SystemExit("the training failed")
+        return type(model).from_pretrained(Path(folder, "sft", "hf")).float()
 
 
 @torch.no_grad()
@@ -158,7 +152,7 @@ def accuracy(numbers: Sequence[int], responses: Sequence[str]) -> float:
     return sum(verdicts) / len(verdicts)
 
 
-def save(model: Qwen3ForCausalLM, config: Mapping[str, object], folder: Path) -> None:
+def save(model: Any, config: Mapping[str, object], folder: Path) -> None:
     """Write ``model``, ``config`` and tokenizer as a Hugging Face checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(ALPHABET)}, merges=[]))
@@ -196,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.manual_seed(options.seed)
     config = {**CONFIG, "head_dim": options.head_dim}
     model = Qwen3ForCausalLM(Qwen3Config(**config))
-    train(model, options.steps, options.seed, options.calls)
+    model = train(model, config, steps=options.steps, seed=options.seed, calls=options.calls)
     save(model, config, options.out / "checkpoint")
     write_prompts(options.out)
     for name, numbers in (("train", TRAIN), ("held out", HELD_OUT)):

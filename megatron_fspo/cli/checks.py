@@ -94,7 +94,7 @@ def check(args: argparse.Namespace, _: list[str]) -> int:
     from megatron_fspo.data.check import examine
     from megatron_fspo.data.hub import find_checkpoint, find_data
     from megatron_fspo.data.tasks import make_source
-    from megatron_fspo.data.tokenizer import load_tokenizer
+    from megatron_fspo.data.tokenizer import load_tokenizer, stop_token_ids
     from megatron_fspo.environments.text import frame
     from megatron_fspo.lab.data_check import as_json, describe
 
@@ -110,8 +110,12 @@ def check(args: argparse.Namespace, _: list[str]) -> int:
         data = find_data(data)
         sets = [*data.train_sets, *data.validation_sets]
     folder = args.tokenizer or (config.model.checkpoint if config else None)
-    tokenizer = load_tokenizer(find_checkpoint(folder, weights=False)) if folder else None
-    findings = [examine(make_source(data, dataset), tokenizer, data.max_prompt_tokens) for dataset in sets]
+    folder = find_checkpoint(folder, weights=False) if folder else None
+    tokenizer = load_tokenizer(folder) if folder else None
+    further = config.rollout.stop_token_ids if config else ()
+    stops = stop_token_ids(tokenizer, folder, further) if tokenizer and folder else ()
+    longest = data.max_prompt_tokens
+    findings = [examine(make_source(data, dataset), tokenizer, longest, stops) for dataset in sets]
     if config and not args.files:
         samples = config.evaluation_samples.values()
         for finding, number in zip(findings[len(data.train_sets) :], samples, strict=True):

@@ -18,7 +18,7 @@ from pydantic import (
 
 from megatron_fspo.section import Section
 
-PresetName = Literal["raw", "dapo", "math500", "aime", "amc", "gsm8k", "slime"]
+PresetName = Literal["raw", "dapo", "math500", "aime", "amc", "gsm8k", "slime", "messages", "completion"]
 """Formats of public data sets; ``megatron_fspo.data.tasks`` defines each."""
 
 TEMPLATES = {

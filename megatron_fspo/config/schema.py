@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from pydantic import model_validator
 
@@ -17,6 +18,7 @@ from megatron_fspo.config.data import Data
 from megatron_fspo.config.environment import Environment
 from megatron_fspo.config.fp8 import FP8
 from megatron_fspo.config.reward import Reward
+from megatron_fspo.config.teacher import Teacher
 from megatron_fspo.losses import FSPOLoss, PolicyLossConfig
 from megatron_fspo.section import Section
 
@@ -33,6 +35,7 @@ class Config(Section):
     data: Data
     reward: Reward
     environment: Environment = Environment()
+    teacher: Teacher = Teacher()
     rollout: sections.Rollout
     vllm: sections.VLLM = sections.VLLM()
     loss: PolicyLossConfig = FSPOLoss()
@@ -42,6 +45,22 @@ class Config(Section):
     evaluation: sections.Evaluation = sections.Evaluation()
     checkpoint: sections.Checkpoint = sections.Checkpoint()
     log: sections.Log = sections.Log()
+
+    @property
+    def supervised(self) -> bool:
+        """True if the run learns the responses of the data, without rollouts."""
+        return self.loss.SUPERVISED
+
+    @property
+    def samples(self) -> int:
+        """Responses per prompt of a training step."""
+        return 1 if self.supervised else self.rollout.samples
+
+    @property
+    def learns_without_advantages(self) -> bool:
+        """True if the loss has terms to which responses with A = 0 contribute."""
+        loss, moe = self.loss, self.moe
+        return any((loss.entropy_coef, loss.kl_coef, moe.aux_loss_coef, moe.z_loss_coef))
 
     @property
     def run_folder(self) -> Path:
@@ -73,6 +92,15 @@ class Config(Section):
         """Number of rollouts after the learning rate's warm-up."""
         updates = self.batch.mini_batches * self.batch.epochs
         return max(self.run.steps - math.ceil(self.optimizer.warmup_steps / updates), 0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_without_rollouts(cls, tree: Any) -> Any:
+        """SFT needs no reward, and takes one optimizer step per batch."""
+        loss, batch = (tree.get(key, {}) if isinstance(tree, dict) else None for key in ("loss", "batch"))
+        if isinstance(loss, dict) and isinstance(batch, dict) and loss.get("name") == "sft":
+            return {"reward": {"name": "none"}} | tree | {"batch": {"mini_batches": 1} | batch}
+        return tree
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Config:
@@ -134,4 +162,23 @@ class Config(Section):
         self.moe.check(engine=self.rollout.engine, sampled=sampled)
         self.loss.check(off_policy_updates=self.off_policy_updates, sampled=sampled)
         self.fp8.check(dtype=self.model.dtype, layers=self.model.layers, backend=self.model.backend)
+        return self
+
+    @model_validator(mode="after")
+    def _keys_fit_what_is_learned(self) -> Config:
+        self.teacher.check(kl_coef=self.loss.kl_coef, temperature=self.rollout.temperature)
+        wrong = {
+            "rollout.engine": self.rollout.engine == "vllm",
+            "rollout.dynamic_sampling": self.rollout.dynamic_sampling,
+            "rollout.temperature": self.rollout.temperature != 1,
+            "rollout.old_log_probs": self.rollout.old_log_probs == "sampled",
+            "correction.name": self.correction.name != "none",
+            "environment.name": self.environment.name is not None,
+            "moe.replay": self.moe.replay != "off",
+        }
+        if self.supervised and (keys := [key for key, is_set in wrong.items() if is_set]):
+            raise ValueError(
+                f"loss.name = {self.loss.name} learns the responses of data.train, without rollouts: remove "
+                f"{', '.join(keys)}"
+            )
         return self

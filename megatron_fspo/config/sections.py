@@ -248,7 +248,7 @@ class Batch(Section):
     """How a rollout becomes optimizer steps."""
 
     mini_batches: PositiveInt = Field(
-        4, description="optimizer steps per epoch; must divide `rollout.prompts`"
+        4, description="optimizer steps per epoch; must divide `rollout.prompts`; default with `sft`: 1"
     )
     epochs: PositiveInt = Field(1, description="passes over a rollout")
     max_tokens: PositiveInt = Field(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from megatron_fspo.data.demonstrations import encode_row, read_row
 from megatron_fspo.data.prompts import Seen
 from megatron_fspo.data.rows import read_rows
-from megatron_fspo.data.tasks import Source, Task, check_source, conversation, encode, gradable, read_task
+from megatron_fspo.data.tasks import Source, Task, check_source, conversation, gradable
 from megatron_fspo.errors import InputError
 
 if TYPE_CHECKING:
@@ -58,17 +60,22 @@ class FileCheck:
         return [(2 ** (bits - 1), 2**bits - 1, bins[bits]) for bits in span]
 
 
-def examine(source: Source, tokenizer: PreTrainedTokenizerBase | None, max_prompt_tokens: int) -> FileCheck:
+def examine(
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase | None,
+    max_prompt_tokens: int,
+    stops: Sequence[int] = (),
+) -> FileCheck:
     """Read the whole file, continuing after invalid rows. Raises ``InputError`` if the file cannot be read,
-    holds no rows, or none of its prompts can be rendered."""
+    holds no rows, or none of its prompts can be rendered. ``stops`` are the ids that end a response."""
     if tokenizer is not None:
         check_source(source, tokenizer)
     checked = FileCheck(source=source, unit="characters" if tokenizer is None else "tokens")
     seen = Seen()
-    for row in read_rows(source.file, (source.prompt_key, source.answer_key)):
+    for row in read_rows(source.file, (source.prompt_key, *filter(None, [source.answer_key]))):
         checked.rows += 1
         try:
-            task = read_task(row, source)
+            task = read_row(row, source)
             novelty = seen.add(task)
             if novelty == "conflict":
                 answer, location = seen.first(task)
@@ -79,13 +86,17 @@ def examine(source: Source, tokenizer: PreTrainedTokenizerBase | None, max_promp
                 checked.duplicates += 1
                 if source.duplicates == "drop":
                     continue
-            text, units = _shown(task, source) if tokenizer is None else encode(task, source, tokenizer)
+            if tokenizer is None:
+                text = _shown(task, source)
+                length = len(text)
+            else:
+                text, ids, _ = encode_row(task, source, tokenizer, stops)
+                length = len(ids)
         except InputError as error:
             checked.broken.append(str(error))
             continue
-        length = len(units)
         checked.lengths.append(length)
-        if not gradable(task.answer):
+        if not (source.responses or gradable(task.answer)):
             checked.ungradable.append(f"{row.location}: {source.answer_key!r} is {task.answer[:40]!r}")
         if tokenizer is not None and length > max_prompt_tokens:
             checked.too_long.append(
@@ -98,11 +109,9 @@ def examine(source: Source, tokenizer: PreTrainedTokenizerBase | None, max_promp
     return checked
 
 
-def _shown(task: Task, source: Source) -> tuple[str, str]:
-    """Return the prompt without a tokenizer, twice, in place of text and ids. Messages with their roles
-    replace the chat template."""
+def _shown(task: Task, source: Source) -> str:
+    """Return the prompt without a tokenizer. Messages with their roles replace the chat template."""
     messages = conversation(task, source)
-    text = str(messages[0]["content"])
     if source.chat_template:
-        text = "\n".join(f"<{message['role']}> {message['content']}" for message in messages)
-    return text, text
+        return "\n".join(f"<{message['role']}> {message['content']}" for message in messages)
+    return str(messages[0]["content"])

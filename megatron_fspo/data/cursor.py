@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
 from fractions import Fraction
@@ -172,10 +173,12 @@ class _Epochs:
 
 
 def digest_prompts(prompts: Sequence[Prompt]) -> str:
-    """Return a digest of the texts and answers of prompts, in order."""
+    """Return a digest of the texts, answers and responses of prompts, in order."""
     digest = blake2b(digest_size=16)
     for prompt in prompts:
         digest.update(json.dumps([prompt.text, prompt.answer]).encode())
+        if prompt.demonstration is not None:
+            digest.update(bytes(memoryview(array("i", prompt.demonstration.token_ids))))
     return digest.hexdigest()
 
 

@@ -6,14 +6,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_fspo.config.data import Data
+from megatron_fspo.data.demonstrations import encode_row, read_row
 from megatron_fspo.data.parquet import unread_columns
 from megatron_fspo.data.rows import read_rows
-from megatron_fspo.data.tasks import Source, Task, Which, check_source, encode, make_sources, read_task
+from megatron_fspo.data.tasks import Source, Task, Which, check_source, make_sources
 from megatron_fspo.errors import Attempts, InputError
-from megatron_fspo.types import Prompt
+from megatron_fspo.types import Completion, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,6 +24,7 @@ _WHY = {
     "duplicate": "with the prompt and answer of an earlier row",
     "conflicting": "whose prompt has several answers",
     "too long": "longer than data.max_prompt_tokens",
+    "long response": "with responses longer than rollout.max_response_tokens",
 }
 """Why rows of a file are not prompts of a run."""
 
@@ -46,13 +48,17 @@ class LoadedSet:
         return ", ".join([*rows, *(f"the column {name} ({kind})" for name, kind in self.columns.items())])
 
 
-def load_sets(data: Data, which: Which, tokenizer: PreTrainedTokenizerBase) -> tuple[LoadedSet, ...]:
-    """Return the training or evaluation sets of a run. Their prompts share one numbering, from 0. Raises
-    ``InputErrors`` with one error per invalid file, which names the line."""
+def load_sets(
+    data: Data, which: Which, tokenizer: PreTrainedTokenizerBase, **options: Any
+) -> tuple[LoadedSet, ...]:
+    """Return the training or evaluation sets of a run. Their prompts share one numbering, from 0. ``options``
+    are those of :func:`load_set` for responses. Raises ``InputErrors`` with one error per invalid file, which
+    names the line."""
     attempt, start = Attempts(), 0
     sets: list[LoadedSet] = []
     for source in make_sources(data, which):
-        load = partial(load_set, source, tokenizer, max_prompt_tokens=data.max_prompt_tokens, start=start)
+        longest = data.max_prompt_tokens
+        load = partial(load_set, source, tokenizer, max_prompt_tokens=longest, start=start, **options)
         if one := attempt(load):
             start += len(one.prompts)
             sets.append(one)
@@ -61,7 +67,13 @@ def load_sets(data: Data, which: Which, tokenizer: PreTrainedTokenizerBase) -> t
 
 
 def load_set(
-    source: Source, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int, start: int = 0
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_tokens: int,
+    start: int = 0,
+    stops: Sequence[int] = (),
+    max_response_tokens: int = 0,
 ) -> LoadedSet:
     """Read a file, and number the prompts that are kept from ``start`` on, in the file's order.
 
@@ -72,17 +84,19 @@ def load_set(
     No special tokens are added: a chat template writes its own, and a raw prompt is exactly the file's text.
     Qwen3 has no BOS; if a model needs one before a raw prompt, put it in the file.
 
+    Responses that the file has end with one of ``stops``, and have at most ``max_response_tokens``.
+
     Raises:
         InputError: names the file, the line and the problem.
     """
     check_source(source, tokenizer)
     seen = Seen()
     dropped: Counter[str] = Counter()
-    kept: list[tuple[Task, str, tuple[int, ...]]] = []
+    kept: list[tuple[Task, str, tuple[int, ...], Completion | None]] = []
     rows = 0
-    for row in read_rows(source.file, (source.prompt_key, source.answer_key)):
+    for row in read_rows(source.file, (source.prompt_key, *filter(None, [source.answer_key]))):
         rows += 1
-        task = read_task(row, source)
+        task = read_row(row, source)
         novelty = seen.add(task)
         if novelty == "duplicate" and source.duplicates == "drop":
             dropped["duplicate"] += 1
@@ -93,15 +107,17 @@ def load_set(
                 f"{source.answer_key!r} is {task.answer[:40]!r}, but {location} has {answer[:40]!r} for the "
                 'same prompt; set data.conflicts to "drop" (removes all of them) or "keep"'
             )
-        text, ids = encode(task, source, tokenizer)
-        if len(ids) > max_prompt_tokens:
+        text, ids, response = encode_row(task, source, tokenizer, stops)
+        what, size, key, most = repr(source.prompt_key), len(ids), "max_prompt_tokens", max_prompt_tokens
+        if size <= most and response is not None:
+            what, size = "the response", len(response.token_ids)
+            key, most = "rollout.max_response_tokens", max_response_tokens
+        if size > most:
             if source.too_long == "error":
-                task.row.fail(
-                    f"{source.prompt_key!r} has {len(ids)} tokens, max_prompt_tokens is {max_prompt_tokens}"
-                )
-            dropped["too long"] += 1
+                task.row.fail(f"{what} has {size} tokens, {key} is {most}")
+            dropped["too long" if what != "the response" else "long response"] += 1
             continue
-        kept.append((task, text, ids))
+        kept.append((task, text, ids, response))
     if source.conflicts == "drop":
         staying = [item for item in kept if seen.has_one_answer(item[0])]
         dropped["conflicting"] = len(kept) - len(staying)
@@ -111,9 +127,15 @@ def load_set(
         raise InputError(f"{source.file}: holds no prompts{why}")
     prompts = [
         Prompt(
-            index=index, token_ids=ids, text=text, answer=task.answer, fields=task.fields, dataset=source.name
+            index=index,
+            token_ids=ids,
+            text=text,
+            answer=task.answer,
+            fields={} if response else task.fields,
+            dataset=source.name,
+            demonstration=response,
         )
-        for index, (task, text, ids) in enumerate(kept, start=start)
+        for index, (task, text, ids, response) in enumerate(kept, start=start)
     ]
     return LoadedSet(
         source=source, prompts=tuple(prompts), rows=rows, dropped=dropped, columns=unread_columns(source.file)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -33,9 +34,12 @@ PRESETS: dict[PresetName, tuple[str | bool, ...]] = {
     "amc": ("problem", "answer", "", "boxed", True),
     "gsm8k": ("question", "answer", "####", "boxed", True),
     "slime": ("prompt", "label", "", "plain", True),
+    "messages": ("messages", "", "", "plain", True),
+    "completion": ("prompt", "completion", "", "plain", False),
 }
 """For each file format, the values of ``_KEYS``. The prompts in DAPO's and slime's files include
-instructions; the others are bare questions, and their template asks for an answer in a box."""
+instructions; the others are bare questions, and their template asks for an answer in a box. The last two are
+for supervised training: whole conversations, or prompts and responses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +58,8 @@ class Source:
     too_long: str = "error"
     duplicates: str = "drop"
     conflicts: str = "error"
+    responses: bool = False
+    """The rows have responses to learn, and no answers."""
 
 
 def make_sources(data: Data, which: Which) -> tuple[Source, ...]:
@@ -65,12 +71,14 @@ def make_sources(data: Data, which: Which) -> tuple[Source, ...]:
 def make_source(data: Data, dataset: DataSet) -> Source:
     """Return how to read the file of a set. Keys of the set's table take precedence over those of ``[data]``,
     and both over the preset, which is the set's or that of ``[data]``."""
-    keys: dict[str, Any] = dict(zip(_KEYS, PRESETS[dataset.preset or data.preset], strict=True))
+    preset = dataset.preset or data.preset
+    keys: dict[str, Any] = dict(zip(_KEYS, PRESETS[preset], strict=True))
     for given in (data, dataset):
         values = {key: getattr(given, key) for key in Reading.model_fields if key != "preset"}
         keys |= {key: value for key, value in values.items() if value is not None}
     keys["template"] = TEMPLATES.get(keys["template"], keys["template"])
-    return Source(file=dataset.file, name=dataset.title, weight=dataset.weight, **keys)
+    has = preset in ("messages", "completion")
+    return Source(file=dataset.file, name=dataset.title, weight=dataset.weight, responses=has, **keys)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +108,17 @@ def read_task(row: Row, source: Source) -> Task:
     for name in MEDIA:
         if name != source.prompt_key and fields.get(name):
             row.fail(f"{name!r} holds media: only text is supported; remove the column to train on the text")
-    messages = _messages(row, _value(row, fields, source.prompt_key), source)
-    template = _template_variables(row, fields, source)
+    key = source.prompt_key
+    messages = read_messages(row, find_value(row, fields, key), key)
+    if messages[-1]["role"] == "assistant":
+        row.fail(f"{key!r} ends with a message of the assistant, which the policy has to write: remove it")
+    if not source.chat_template and [message["role"] for message in messages] != ["user"]:
+        roles = ", ".join(message["role"][:20] for message in messages[:8])
+        row.fail(
+            f"{key!r} must be a string or one user message, got messages of {roles}; "
+            "with chat_template it may be a list of messages"
+        )
+    template = read_template_variables(row, fields, source)
     answer = _answer(row, tree, source)
     return Task(row=row, fields=fields, messages=messages, answer=answer, template=template)
 
@@ -146,21 +163,29 @@ def encode(task: Task, source: Source, tokenizer: PreTrainedTokenizerBase) -> tu
     messages = conversation(task, source)
     text = str(messages[0]["content"])
     if source.chat_template:
-        for name in task.template.keys() - _words(str(tokenizer.chat_template)):
-            task.row.fail(f"{name!r} is no variable of the chat template: it would change nothing")
-        try:
-            text = str(
-                tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, tokenize=False, **task.template
-                )
-            )
-        except Exception as error:  # the template is code from the checkpoint and may raise anything
-            reason = str(error).strip().partition("\n")[0]
-            task.row.fail(f"the chat template rejects {source.prompt_key!r}: {reason}", error)
+        text = str(render(task, source, tokenizer, messages, add_generation_prompt=True, tokenize=False))
     ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not ids:
         task.row.fail(f"{source.prompt_key!r} is empty: it has no tokens ({text[:40]!r})")
     return text, ids
+
+
+def render(
+    task: Task,
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    **options: Any,
+) -> Any:
+    """Return what the tokenizer's chat template, with these ``options`` of it, makes of the messages. Raises
+    ``InputError`` if it rejects them, or lacks a variable of the task."""
+    for name in task.template.keys() - _words(str(tokenizer.chat_template)):
+        task.row.fail(f"{name!r} is no variable of the chat template: it would change nothing")
+    try:
+        return tokenizer.apply_chat_template([*messages], **options, **task.template)
+    except Exception as error:  # the template is code from the checkpoint and may raise anything
+        reason = str(error).strip().partition("\n")[0]
+        task.row.fail(f"the chat template rejects {source.prompt_key!r}: {reason}", error)
 
 
 @cache
@@ -170,7 +195,7 @@ def _words(template: str) -> frozenset[str]:
     return frozenset(re.findall(r"\w+", re.sub(r"'(?:\\.|[^'])*'|\"(?:\\.|[^\"])*\"", "", code)))
 
 
-def _value(row: Row, tree: dict[str, Any], key: str) -> Any:
+def find_value(row: Row, tree: dict[str, Any], key: str) -> Any:
     """Return the value of a key. If there is no such key, its dots lead into objects."""
     if key in tree:
         return tree[key]
@@ -188,8 +213,8 @@ def _value(row: Row, tree: dict[str, Any], key: str) -> Any:
     return value
 
 
-def _messages(row: Row, prompt: Any, source: Source) -> list[dict[str, Any]]:
-    key = source.prompt_key
+def read_messages(row: Row, prompt: Any, key: str) -> list[dict[str, Any]]:
+    """Return the value of ``key`` as messages with ``role`` and ``content``; a string is one of the user."""
     if isinstance(prompt, str) and prompt.lstrip().startswith("[{"):
         with suppress(ValueError, RecursionError):  # as Arrow files keep messages with different keys
             told = json.loads(prompt)
@@ -206,20 +231,12 @@ def _messages(row: Row, prompt: Any, source: Source) -> list[dict[str, Any]]:
             f"{key!r} must be a string or a list of messages, objects with the strings"
             f" 'role' and 'content'; got {held}"
         )
-    if messages[-1]["role"] == "assistant":
-        row.fail(f"{key!r} ends with a message of the assistant, which the policy has to write: remove it")
     if not any(message["content"] for message in messages):
         row.fail(f"{key!r} is empty: it has no text")
-    if not source.chat_template and [message["role"] for message in messages] != ["user"]:
-        roles = ", ".join(message["role"][:20] for message in messages[:8])
-        row.fail(
-            f"{key!r} must be a string or one user message, got messages of {roles}; "
-            "with chat_template it may be a list of messages"
-        )
     return messages
 
 
-def _template_variables(row: Row, fields: dict[str, Any], source: Source) -> dict[str, Any]:
+def read_template_variables(row: Row, fields: dict[str, Any], source: Source) -> dict[str, Any]:
     variables, tools = (_read_json(row, name, fields.get(name)) for name in ("chat_template_kwargs", "tools"))
     if not (isinstance(tools, list | None) and all(isinstance(tool, dict) for tool in tools or ())):
         row.fail(f"'tools' must be a list of objects, got {kind(tools)}")
@@ -241,7 +258,7 @@ def _read_json(row: Row, name: str, value: Any) -> Any:
 
 def _answer(row: Row, tree: dict[str, Any], source: Source) -> str:
     key = source.answer_key
-    value = _value(row, tree, key)
+    value = find_value(row, tree, key)
     # Numbers from JSON lines are text already, spelled as in the file.
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not (isinstance(value, str) or is_number):

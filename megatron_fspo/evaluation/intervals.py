@@ -145,6 +145,14 @@ def interval_of_means(
     return estimates
 
 
+def interval_of_ratio(name: str, sums: Sequence[float], counts: Sequence[int]) -> Estimate:
+    """Estimate Σ sums / Σ counts over groups with a 95% interval, linearised around it; ``name`` as in
+    :func:`interval_of_means`."""
+    total, size = np.asarray(sums, dtype=np.float64), np.asarray(counts, dtype=np.float64)
+    ratio = total.sum() / size.sum()
+    return interval_of_means({name: (ratio + (total - ratio * size) / size.mean())[:, None]})[0]
+
+
 def _resampled(centred: Array, stream: str, resamples: int) -> Array:
     """Return bootstrap means [resamples, quantities]; ``stream`` names the random stream."""
     digest = hashlib.blake2b(stream.encode(), digest_size=16).digest()

@@ -20,6 +20,7 @@ from megatron_fspo.losses.gmpo import GMPOLoss
 from megatron_fspo.losses.prefix import CPPOLoss, PNPOLoss
 from megatron_fspo.losses.ratio import GSPOLoss, LUSPOLoss, RLOOLoss
 from megatron_fspo.losses.sapo import SAPOLoss
+from megatron_fspo.losses.sft import SFTLoss
 from megatron_fspo.losses.token import DAPOLoss, GRPOLoss, OPSMLoss
 from megatron_fspo.losses.vespo import VESPOLoss
 
@@ -41,6 +42,7 @@ AnyLoss = (
     | DPPOTVLoss
     | CPPOLoss
     | PNPOLoss
+    | SFTLoss
 )
 PolicyLossConfig = Annotated[AnyLoss, Field(discriminator="name")]
 """The ``loss`` section of the configuration: one of the losses, selected by ``name``."""

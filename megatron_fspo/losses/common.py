@@ -33,6 +33,8 @@ class Loss(Section):
     """Most collectives per micro-batch over context-parallel ranks."""
     CLIPS: ClassVar[bool] = True
     """False for a loss without limits."""
+    SUPERVISED: ClassVar[bool] = False
+    """True for a loss of the responses in the data, which needs no rollouts, rewards and old log-probs."""
     COMPARED: ClassVar[bool] = True
     """False for a loss that ``explain`` leaves out because its decisions equal another's."""
     LIMITS: ClassVar[tuple[str, ...]] = ()
@@ -46,8 +48,8 @@ class Loss(Section):
     entropy_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="bonus on the mean token entropy")
     kl_coef: Annotated[float, Field(ge=0)] = Field(
         0.0,
-        description="penalty on the KL to `model.checkpoint`, per response token; above 0 keeps that "
-        "model in memory",
+        description="penalty on the KL to the teacher or `model.checkpoint`, per response token; above 0 "
+        "keeps that model in memory",
     )
     max_nonfinite_share: Share = Field(
         0.05, description="stop when a larger share of an optimizer step's sequences is not finite"

@@ -51,6 +51,8 @@ class Sequences:
     """[m] fp32."""
     loss_mask: Tensor | None = None
     """[Σ R] bool: the policy wrote the token. None: it wrote all."""
+    reference: Tensor | None = None
+    """[Σ R] fp32 log-probs of the response tokens from servers of a teacher; None without them."""
     row_starts: Sequence[Row] | None = None
     """[m] positions in the response where its further rows begin: their tokens attend to them alone, at
     positions from 0. None: every sequence is one row."""
@@ -103,6 +105,7 @@ class Sequences:
         log_probs: Sequence[Row] | None = None,
         index: Sequence[int] | None = None,
         loss_mask: Sequence[Row] | None = None,
+        reference: Sequence[Row] | None = None,
         row_starts: Sequence[Row] | None = None,
         routes: Tensor | None = None,
     ) -> Sequences:
@@ -115,6 +118,7 @@ class Sequences:
             log_probs: one row per response; None if no sampler wrote them.
             index: numbers of the sequences in the step; by default 0, 1, …
             loss_mask: one row per response, 1 where the policy wrote the token; by default everywhere.
+            reference: one row per response; None without a teacher's servers.
             row_starts: one row per response, positions of other tokens that begin a row.
             routes: [Σ (P + R − 1), layers, k], sequence by sequence.
 
@@ -130,7 +134,8 @@ class Sequences:
         if (prompt_lengths == 0).any():
             raise ValueError(f"prompt {int((prompt_lengths == 0).nonzero()[0])} has no token")
         sampled = torch.zeros(int(whole.sum())) if log_probs is None else _flat(log_probs, torch.float32)
-        for name, column in (("log_probs", log_probs), ("loss_mask", loss_mask)):
+        given = {"log_probs": log_probs, "loss_mask": loss_mask, "reference": reference}
+        for name, column in given.items():
             if column is not None and [len(row) for row in column] != whole.tolist():
                 raise ValueError(f"a response and its {name} differ in length")
         mask = None if loss_mask is None else _flat(loss_mask, torch.bool)
@@ -151,6 +156,7 @@ class Sequences:
             lengths=lengths,
             advantages=torch.as_tensor(advantages, dtype=torch.float32),
             loss_mask=mask,
+            reference=None if reference is None else _flat(reference, torch.float32),
             row_starts=row_starts,
             routes=routes,
         )

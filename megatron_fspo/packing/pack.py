@@ -191,6 +191,7 @@ def collate(sequences: Sequences, rows: Sequence[int], totals: StepTotals, layou
     sizes = edges[:, None].clamp(held[..., :1], held[..., 1:]).diff(dim=-1)
     borders = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
     flat = _rows(sequences, chosen[number], ends.tolist(), held.tolist())
+    reference = None if sequences.reference is None else flat.pop()
     owner = torch.cat([number, number.new_full((len(padded) - len(number),), len(rows))])
     per_token = _per_token(flat, sizes, held[..., 0], owner, nobody=len(rows))
     turns = _turns(sequences.loss_mask, places, per_token) if sequences.loss_mask is not None else None
@@ -204,6 +205,7 @@ def collate(sequences: Sequences, rows: Sequence[int], totals: StepTotals, layou
         per_token["segment"][prefix.start : prefix.end] = len(rows)
     return MicroBatch(
         **per_token,
+        reference_log_probs=reference,
         restarted=restarted,
         routes=routes,
         turns=turns,
@@ -268,8 +270,8 @@ def _rows(
     ends: Sequence[Sequence[int]],
     held: Sequence[Sequence[Sequence[int]]],
 ) -> list[Tensor]:
-    """Return tokens, labels, sampled log-probs and, if the policy did not write all, the loss mask of the
-    labels, where this rank holds them: pieces of the flat arrays, copied once.
+    """Return tokens, labels, sampled log-probs, and if the sequences have them the loss mask and reference
+    log-probs of the labels, where this rank holds them: pieces of the flat arrays, copied once.
 
     Args:
         sequences: to choose from.
@@ -281,7 +283,7 @@ def _rows(
     prompts = _filled(sequences.prompt_lengths[chosen], len(held)).tolist()
     longest = max(end - first for runs in held for first, end in runs)
     of_labels = [sequences.log_probs]
-    of_labels += [] if sequences.loss_mask is None else [sequences.loss_mask]
+    of_labels += [values for values in (sequences.loss_mask, sequences.reference) if values is not None]
     flat = [sequences.tokens, sequences.tokens, *of_labels]
     zeros = [values.new_zeros(longest) for values in flat]
     columns = [[none[:0]] for none in zeros]

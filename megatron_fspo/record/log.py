@@ -126,7 +126,7 @@ class RunLog:
         kept = counted[:: math.ceil(len(counted) / limit)]
         row: dict[str, Any] = {
             "step": step,
-            "prompt": [r.sample // self._config.rollout.samples for r in kept],
+            "prompt": [r.sample // self._config.samples for r in kept],
             "update": [r.update for r in kept],
             "length": [r.length for r in kept],
             "log_ratio_sum": [r.log_ratio_sum for r in kept],
@@ -147,7 +147,7 @@ class RunLog:
         if not self._writer:
             return
         try:
-            write_tokens(self._folder, step, self._config.rollout.samples, pieces)
+            write_tokens(self._folder, step, self._config.samples, pieces)
         except OSError as error:
             raise _unwritten(self._folder / TOKENS, error) from None
 

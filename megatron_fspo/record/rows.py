@@ -36,6 +36,7 @@ def describe(step: int, steps: int, metrics: Mapping[str, float]) -> str:
     parts = [f"step {step:>4}/{steps}"]
     for label, name, form in (
         ("reward", "critic/rewards/mean", ".3f"),
+        *([] if "critic/rewards/mean" in metrics else [("loss", "actor/pg_loss", ".4f")]),
         ("length", "response_length/mean", ".1f"),
         ("clipped", "actor/pg_clipfrac", ".1%"),
         ("LRE", "fspo/lre_mean", ".3f"),
@@ -48,7 +49,7 @@ def describe(step: int, steps: int, metrics: Mapping[str, float]) -> str:
         if value is not None and not math.isnan(value) and not (name == "fspo/nonfinite" and value == 0):
             parts.append(f"{label} {value:{form}}")
     for name, value in metrics.items():
-        if is_accuracy(name):
+        if is_accuracy(name) or (name.startswith("val/") and name.endswith("/loss")):
             parts.append(f"{name.removeprefix('val/')} {value:.3f}")
     return "  ".join(parts)
 

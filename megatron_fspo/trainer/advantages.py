@@ -41,7 +41,10 @@ def add_advantages(inputs: Inputs, groups: ParallelGroups, rollout: Rollout) -> 
 
 def compute_advantages(config: Config, rewards: Tensor, truncated: Tensor) -> Tensor:
     """Return advantages [prompts, samples] from ``rewards`` and ``truncated`` (bool) of that shape. With
-    ``reward.truncated = drop``, groups consist of the other responses; one that remains alone gets 0."""
+    ``reward.truncated = drop``, groups consist of the other responses; one that remains alone gets 0.
+    Responses that the data gives have 1."""
+    if config.supervised:
+        return torch.ones_like(rewards)
     estimate = (
         leave_one_out_advantages if config.loss.advantage == "leave_one_out" else group_normalized_advantages
     )
@@ -81,7 +84,7 @@ def check_variance(sampled: Rollout, inputs: Inputs, groups: ParallelGroups, log
     The usual cause is the reward function: if it expects the bare answer but the policy explains it, all
     rewards are 0. ``sampled`` includes the responses that dynamic sampling dropped.
     """
-    if sampled.has_variance.any():
+    if sampled.has_variance.any() or inputs.config.loss.kl_coef:  # which a teacher may be for
         return
     count = 1 + agreed(log.zero_variance_steps(), groups)
     options = inputs.config.reward

@@ -46,6 +46,11 @@ def pack_and_score(run: Training, responses: Rollout) -> tuple[TrainingBatch, di
     new ones; the weights of a correction; and for a KL penalty the reference policy's log-probs. Collective.
     """
     config, log = run.inputs.config, run.log
+    if run.teacher is not None:
+        with log.phase("ref", len(responses.held), "response") as progress:
+            responses = replace(responses, held=run.teacher.score(responses, progress))
+    if config.teacher.urls:
+        run.groups.control.barrier("the teacher's log-probs")
     metrics = staleness_metrics(responses, run.state.step, limit=config.rollout.max_staleness)
     routing = make_routing(config, run.inputs.arch)
     micro_batches, sizes = make_mini_batches(
@@ -65,10 +70,12 @@ def pack_and_score(run: Training, responses: Rollout) -> tuple[TrainingBatch, di
     elif needs_old_pass(config):
         batch, scores = _score_old(run, batch)
         metrics |= scores
-    if config.loss.kl_coef:
+    if config.loss.kl_coef and not config.teacher.urls:
         # With LoRA the reference is the policy without its adapters; otherwise it is a second model.
+        reference = run.reference or run.policy
+        scoring = replace(run.scoring, vocab_size=reference.arch.vocab_size)
         with log.phase("ref", len(micro_batches), "pack") as progress, without_adapters(run.policy.chunks):
-            scored = (run.reference or run.policy).score(batch.micro_batches, run.scoring)
+            scored = reference.score(batch.micro_batches, scoring)
             progress(len(micro_batches))
         batch = replace(batch, micro_batches=batch.micro_batches.with_columns(reference_log_probs=scored))
     return batch, metrics
@@ -77,7 +84,7 @@ def pack_and_score(run: Training, responses: Rollout) -> tuple[TrainingBatch, di
 def needs_old_pass(config: Config) -> bool:
     """Return True if the trainer scores the responses before the first update. With one optimizer step per
     rollout this only serves to measure the mismatch with vLLM, or for a correction."""
-    if config.rollout.old_log_probs == "sampled":
+    if config.rollout.old_log_probs == "sampled" or config.supervised:
         return False
     several = config.batch.mini_batches * config.batch.epochs > 1
     return several or config.rollout.engine == "vllm" or config.correction.name != "none"

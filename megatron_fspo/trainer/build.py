@@ -41,13 +41,15 @@ from megatron_fspo.record.log import RunLog
 from megatron_fspo.rollout.client import proof
 from megatron_fspo.rollout.client.connect import Needs, connect, settle
 from megatron_fspo.rollout.client.engine import Leader, Trainer, VLLMEngine
+from megatron_fspo.rollout.demonstrations import Demonstrations
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs, loss_notes, make_needs
 from megatron_fspo.trainer.rollout import make_layout
 from megatron_fspo.trainer.sampling import RolloutQueue, make_grader
+from megatron_fspo.trainer.teacher import TeacherServers
 from megatron_fspo.trainer.training import State, Training, remove_old
-from megatron_fspo.weights import read_adapters
+from megatron_fspo.weights import read_adapters, read_architecture
 from megatron_fspo.weights.folder import digest
 
 
@@ -75,8 +77,8 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         recompute=config.model.recompute == "full",
         fp8=config.fp8,
     )
-    longest, updates = config.rollout.max_response_tokens, config.off_policy_updates
-    rollouts = config.rollouts_after_warmup
+    longest, rollouts = config.rollout.max_response_tokens, config.rollouts_after_warmup
+    updates = config.off_policy_updates
     loss = config.loss.start(inputs.noise, longest=longest, updates=updates, rollouts=rollouts)
     sets, rows = mixture(inputs.train, config.data), digest_prompts(inputs.train)
     size, shuffle, base = config.rollout.prompts, config.data.shuffle, _base(inputs)
@@ -86,8 +88,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         prompts.load_state_dict(state["cursor"])
         loss.load_state_dict(state["loss"])
     step, spikes = state["step"], state["spikes"]
-    groups.control.barrier("the weights to be loaded")
-    reference = load_model(inputs, groups) if config.loss.kl_coef and not inputs.arch.adapters else None
+    reference = _load_reference(inputs, groups)
     engine = build_engine(inputs, policy, servers, *([reference] if reference else []))
     engine.update_weights(step)
     grader = make_grader(config, groups)
@@ -107,6 +108,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
             head=inputs.backend.head,
         ),
         layout=make_layout(config, inputs.arch, groups, inputs.backend),
+        teacher=TeacherServers(config) if config.teacher.urls and groups.is_replica_leader else None,
         queue=RolloutQueue(inputs, engine, groups, grader, prompts, step),
         log=log,
         state=State(
@@ -215,18 +217,29 @@ def _open_folder(
     return log
 
 
-def load_model(inputs: Inputs, groups: ParallelGroups) -> Model:
-    """Load ``model.checkpoint`` in the policy's layout, without gradients or optimizer. Collective."""
+def _load_reference(inputs: Inputs, groups: ParallelGroups) -> Model | None:
+    """After the policy, load the reference of the KL penalty, if it is a separate model here. Collective."""
+    config = inputs.config
+    groups.control.barrier("the weights to be loaded")
+    if config.teacher.checkpoint:
+        return load_model(inputs, groups, config.teacher.checkpoint)
+    here = config.loss.kl_coef and not (inputs.arch.adapters or config.teacher.urls)
+    return load_model(inputs, groups) if here else None
+
+
+def load_model(inputs: Inputs, groups: ParallelGroups, checkpoint: Path | None = None) -> Model:
+    """Load a checkpoint, by default ``model.checkpoint``, in the policy's layout, without gradients or
+    optimizer. Collective."""
     config = inputs.config
     model = Model(
-        replace(inputs.arch, adapters=None),
+        read_architecture(checkpoint) if checkpoint else replace(inputs.arch, adapters=None),
         inputs.backend,
         groups,
         parallel=config.parallel,
         dtype=inputs.dtype,
         fp8=config.fp8,
     )
-    load_hf(model, config.model.checkpoint)
+    load_hf(model, checkpoint or config.model.checkpoint)
     return model
 
 
@@ -253,6 +266,8 @@ def build_engine(inputs: Inputs, model: Model, servers: Leader | None, *others: 
     """Return the sampler that ``rollout.engine`` names, for this model. ``others`` are models to offload
     together with it; ``servers`` is the result of :func:`open_servers`."""
     vocab_size, options = inputs.arch.vocab_size, inputs.config.vllm
+    if inputs.config.supervised:
+        return Demonstrations()
     if inputs.config.rollout.engine == "embedded":
         decoder = Decoder(model.chunks, model.groups, vocab_size=vocab_size)
         return EmbeddedEngine(decoder, max_batch=inputs.config.rollout.max_batch)

@@ -14,11 +14,16 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from megatron_fspo.evaluation.intervals import interval_of_ratio
 from megatron_fspo.evaluation.records import Key, Record, RecordFile
 from megatron_fspo.evaluation.results import summary_metrics
 from megatron_fspo.evaluation.summary import per_problem, summarize
+from megatron_fspo.mcore.model.policy import Model
+from megatron_fspo.mcore.model.policy_loss import Scoring
+from megatron_fspo.mcore.passes.score import score_sequences
 from megatron_fspo.parallel.groups import ParallelGroups, agreed
 from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import RolloutEngine
@@ -116,6 +121,32 @@ def evaluate(
     )
     rows = sorted((entry.row for entry in graded if entry.row), key=lambda row: row[0])
     return Evaluation(metrics=shared(metrics, groups), responses=[row for _, row in rows])
+
+
+def evaluate_loss(inputs: Inputs, model: Model, scoring: Scoring, groups: ParallelGroups) -> dict[str, float]:
+    """Return ``val/<set>/loss``, the cross-entropy of the validation responses in nats per token, with the
+    ends of its interval over conversations, on every rank. Collective."""
+    config = inputs.config
+    given = [(prompt, prompt.demonstration) for prompt in inputs.validation if prompt.demonstration]
+    scored = score_sequences(
+        lambda batches: model.score(batches, scoring),
+        [[*prompt.token_ids, *response.token_ids] for prompt, response in given],
+        arch=inputs.arch,
+        groups=groups,
+        parallel=config.parallel,
+        device=inputs.backend.device,
+        align=config.fp8.align,
+    )
+    sets: dict[str, list[tuple[float, int]]] = {}
+    for (prompt, response), log_probs in zip(given, scored or (), strict=False):
+        own = log_probs[len(prompt.token_ids) - 1 :][torch.tensor(response.loss_mask) > 0]
+        sets.setdefault(prompt.dataset, []).append((-own.double().sum().item(), len(own)))
+    metrics: dict[str, float] = {}
+    for name, pairs in sets.items():
+        estimate = interval_of_ratio(name, *zip(*pairs, strict=True))
+        metrics |= {f"val/{name}/loss": estimate.value}
+        metrics |= {f"val/{name}/loss/low": estimate.low, f"val/{name}/loss/high": estimate.high}
+    return shared(metrics, groups)
 
 
 def sample_and_grade(

@@ -19,7 +19,7 @@ from megatron_fspo.trainer.advantages import check_variance, graded_responses, r
 from megatron_fspo.trainer.batch import pack_and_score
 from megatron_fspo.trainer.build import build, export
 from megatron_fspo.trainer.dynamic import fill
-from megatron_fspo.trainer.evaluate import evaluate, num_responses
+from megatron_fspo.trainer.evaluate import evaluate, evaluate_loss, num_responses
 from megatron_fspo.trainer.metrics import profiled, rank_metrics, speed_metrics, table, update_metrics
 from megatron_fspo.trainer.optimize import OptimizerStep, observe, update
 from megatron_fspo.trainer.prepare import Inputs, machine
@@ -99,7 +99,8 @@ def train_step(run: Training) -> dict[str, float]:
             metrics |= rounds
             if note:
                 log.say(f"step {number}: {note}")
-        metrics |= sampling_metrics(sampled, environment=inputs.environment is not None)
+        environment, graded = inputs.environment is not None, not config.supervised
+        metrics |= sampling_metrics(sampled, environment=environment, graded=graded)
         metrics |= reward_metrics(sampled, inputs, log, number)
         check_variance(sampled, inputs, groups, log, number)
         run.queue.ask(state.step)  # responses of later steps, if rollout.max_staleness allows them
@@ -133,6 +134,9 @@ def train_step(run: Training) -> dict[str, float]:
 
 
 def _evaluate(run: Training, draw: Draw | None) -> dict[str, float]:
+    if run.inputs.config.supervised:
+        with run.log.phase("testing"):
+            return evaluate_loss(run.inputs, run.policy, run.scoring, run.groups)
     total = num_responses(run.inputs) // run.groups.dp.size()
     with run.log.phase("testing", total, "response") as progress:
         try:

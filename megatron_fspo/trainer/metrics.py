@@ -55,7 +55,10 @@ def update_metrics(run: Training, batch: TrainingBatch, steps: Sequence[Optimize
     """Return metrics of the optimizer steps on a rollout, after the last one, and log its sequences."""
     config, log, number = run.inputs.config, run.log, run.state.step + 1
     updates, loss = [step.update for step in steps], run.state.loss
-    off_policy = [record for step in steps if not step.on_policy for record in step.records]
+    # Without rollouts, there is no old policy.
+    off_policy = [
+        record for step in steps if not (step.on_policy or config.supervised) for record in step.records
+    ]
     turns = None if run.inputs.environment is None else batch.rollout.turns.tolist()
     log.sequences(number, off_policy, turns)
     if tokens := [piece for step in steps for piece in step.tokens]:
@@ -76,11 +79,13 @@ def update_metrics(run: Training, batch: TrainingBatch, steps: Sequence[Optimize
         metrics |= router_metrics(report, batch, sum(step.num_sequences for step in steps), log, number)
     if config.fp8.recipe != "none":
         metrics["fspo/fp8_modules"] = float(run.fp8_modules)
+    if config.supervised:
+        return {name: value for name, value in metrics.items() if name not in ("actor/kl_loss", *OFF_POLICY)}
     band = loss.metrics()
     clips = clip_metrics(
         off_policy,
         measured=[record for step in steps if step.measured for record in step.records],
-        samples=config.rollout.samples,
+        samples=config.samples,
         seed=config.run.seed,
         exponent=band.get("fspo/exponent", 0.5),
     )

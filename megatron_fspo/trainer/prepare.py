@@ -20,7 +20,7 @@ from megatron_fspo.data.check import examine
 from megatron_fspo.data.cursor import mixture, most_at_once
 from megatron_fspo.data.hub import from_hub
 from megatron_fspo.data.prompts import LoadedSet, load_sets, notes
-from megatron_fspo.data.tasks import make_sources
+from megatron_fspo.data.tasks import Which, make_sources
 from megatron_fspo.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
 from megatron_fspo.environments.agent import AgentEnvironment
 from megatron_fspo.environments.text import TextEnvironment
@@ -119,8 +119,7 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
             temperatures = {f"{key}.temperature": getattr(config, key).temperature for key in keys}
             attempt(lambda: check_options(config.vllm, temperatures, cuda=backend.device.type == "cuda"))
     attempt(lambda: check_world(config.parallel, world_size))
-    if trains:
-        attempt(lambda: check_trackers(config.log))
+    attempt(lambda: check_trackers(config.log) if trains else None)
     tokenizer: Any = None
     train: tuple[LoadedSet, ...] | None = ()
     validation: tuple[LoadedSet, ...] | None = ()
@@ -134,13 +133,14 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
     attempt.wrong(*_disagreements(config, world_size if trains else 0, arch))
     if tokenizer is not None:
         train = attempt(lambda: _train_sets(config, tokenizer)) if trains else ()
-        validation = attempt(lambda: load_sets(config.data, "validation", tokenizer))
+        validation = attempt(lambda: _load(config, "validation", tokenizer))
     else:
         for which in ("train", "validation") if trains else ("validation",):
             for source in make_sources(config.data, which):
                 checked = attempt(partial(examine, source, None, 0))
                 attempt.wrong(*(checked.broken[:1] if checked else ()))
-    attempt(lambda: check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens))
+    longest = config.rollout.max_response_tokens
+    attempt(lambda: None if config.supervised else check_reward(config.reward, max_response_tokens=longest))
     noise = attempt(lambda: (noise_of_run(config) if trains else None,))
     attempt.end()
     assert backend and arch and train is not None and validation is not None and noise
@@ -177,6 +177,16 @@ def _disagreements(config: Config, world_size: int, arch: Architecture | None) -
         )
     if arch is not None and arch.experts is None and config.moe.in_use:
         yield "the keys of [moe] need a mixture of experts, but the model is dense"
+    for which in ("train", "validation"):
+        for source in make_sources(config.data, which):
+            if source.responses != config.supervised:
+                has = (
+                    "has responses, which loss.name = sft learns" if source.responses else "has no responses"
+                )
+                yield (
+                    f"data.{which}: the preset of {source.name} {has}, but loss.name is {config.loss.name} "
+                    "(presets with responses: messages, completion)"
+                )
     if config.data.validation is None and config.evaluation.every:
         yield "evaluation.every > 0 needs data.validation (or set evaluation.every = 0)"
 
@@ -186,7 +196,23 @@ def _tokenizer(config: Config, arch: Architecture) -> Any:
     check_vocabulary(tokenizer, arch.vocab_size)
     stops = stop_token_ids(tokenizer, config.model.checkpoint, config.rollout.stop_token_ids)
     _environment(config, tokenizer, stops)
+    if config.teacher.checkpoint:
+        _check_teacher(config, config.teacher.checkpoint, tokenizer)
     return tokenizer
+
+
+def _check_teacher(config: Config, folder: Path, tokenizer: Any) -> None:
+    """Raise ``InputError`` if the teacher cannot be loaded in the layout, or its token ids differ."""
+    arch = read_architecture(folder)
+    check_parallel(arch, config.parallel)
+    check_checkpoint(open_checkpoint(folder, arch), arch)
+    ours, theirs = tokenizer.get_vocab(), load_tokenizer(folder).get_vocab()
+    if ours != theirs:
+        differ = sorted(ours.items() ^ theirs.items())
+        raise InputError(
+            f"teacher.checkpoint = {folder}: {len(differ)} entries of its vocabulary, such as "
+            f"{differ[0][0]!r}, differ from those of {config.model.checkpoint}: token ids do not compare"
+        )
 
 
 def _environment(config: Config, tokenizer: Any, stops: Sequence[int]) -> Environment | None:
@@ -196,8 +222,14 @@ def _environment(config: Config, tokenizer: Any, stops: Sequence[int]) -> Enviro
     return kind(config.environment, tokenizer, stops)
 
 
+def _load(config: Config, which: Which, tokenizer: Any) -> tuple[LoadedSet, ...]:
+    stops = stop_token_ids(tokenizer, config.model.checkpoint, config.rollout.stop_token_ids)
+    longest = config.rollout.max_response_tokens
+    return load_sets(config.data, which, tokenizer, stops=stops, max_response_tokens=longest)
+
+
 def _train_sets(config: Config, tokenizer: Any) -> tuple[LoadedSet, ...]:
-    train = load_sets(config.data, "train", tokenizer)
+    train = _load(config, "train", tokenizer)
     mixed = mixture(_prompts(train), config.data)
     asked = config.rollout.prompts
     for dataset, most in zip(train, most_at_once(mixed, asked), strict=True):

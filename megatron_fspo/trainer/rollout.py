@@ -200,24 +200,25 @@ def select(rollout: Rollout, groups: Sequence[int]) -> Rollout:
     )
 
 
-def sampling_metrics(rollout: Rollout, *, environment: bool = False) -> dict[str, float]:
-    """Return metrics of rewards (the mean with its 95% interval), advantages and lengths over all responses.
+def sampling_metrics(rollout: Rollout, *, environment: bool = False, graded: bool = True) -> dict[str, float]:
+    """Return metrics of lengths, and if ``graded`` of rewards (the mean with its 95% interval) and
+    advantages, over all responses.
 
     ``critic/zero_variance_groups`` is the share of groups whose advantages are all 0. With an environment:
     turns, rows, seconds of replies per trajectory, failures per turn, inserted share of tokens after prompts.
     """
-    columns = {
-        "critic/score": rollout.scores,
-        "critic/rewards": rollout.rewards,
-        "critic/advantages": rollout.advantages,
-        "response_length": rollout.lengths.double(),
-        "prompt_length": rollout.prompt_lengths.double(),
-    }
+    columns = {"response_length": rollout.lengths.double(), "prompt_length": rollout.prompt_lengths.double()}
+    if graded:
+        columns["critic/score"] = rollout.scores
+        columns["critic/rewards"] = rollout.rewards
+        columns["critic/advantages"] = rollout.advantages
     metrics: dict[str, float] = {}
     for name, values in columns.items():
         metrics[f"{name}/mean"] = values.mean().item()
         metrics[f"{name}/max"] = values.max().item()
         metrics[f"{name}/min"] = values.min().item()
+    if not graded:
+        return metrics
     half = t_half_width(rollout.rewards.view(-1, rollout.samples).mean(1).tolist())
     mean = metrics["critic/rewards/mean"]
     metrics |= {"critic/rewards/mean/low": mean - half, "critic/rewards/mean/high": mean + half}
@@ -337,6 +338,7 @@ def make_mini_batches(
         advantages=rollout.advantages[numbers],
         index=numbers,
         loss_mask=bring("loss_mask", torch.uint8, here) if inserted else None,
+        reference=bring("reference", torch.float32, here) if config.teacher.urls else None,
         row_starts=bring("row_starts", torch.int32, starts) if inserted else None,
         routes=None if routing is None else _routes(rollout, numbers, bring, routing, layers),
     )
@@ -387,6 +389,4 @@ def _routes(
 
 def left_out(config: Config, rollout: Rollout) -> Tensor:
     """Return bool [responses]: True for responses in no pack."""
-    loss, moe = config.loss, config.moe
-    others = loss.entropy_coef or loss.kl_coef or moe.aux_loss_coef or moe.z_loss_coef
-    return rollout.lengths < 0 if others else rollout.advantages == 0
+    return rollout.lengths < 0 if config.learns_without_advantages else rollout.advantages == 0

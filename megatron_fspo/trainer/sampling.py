@@ -63,7 +63,9 @@ class Request:
 def make_grader(config: Config, groups: ParallelGroups) -> Grader | None:
     """Return the grader of a rank that receives responses from the sampler: the first rank of the job with
     vLLM servers, otherwise the first rank of each replica. None on other ranks, so that each response is
-    graded once, by rewards that may be slow, random or remote."""
+    graded once, by rewards that may be slow, random or remote; and without rollouts."""
+    if config.supervised:
+        return None
     servers = config.rollout.engine == "vllm"
     if not (dist.get_rank() == 0 if servers else groups.is_replica_leader):
         return None
@@ -156,7 +158,7 @@ class RolloutQueue:
         prompts, config = [self._inputs.train[i] for i in indices], self._inputs.config
         # Other seeds, and so other responses, if a prompt is repeated in a later step or round.
         seed = config.run.seed * 1_000_000_007 + step + (number << 64)
-        params = sampling_params(self._inputs, config.rollout, config.rollout.samples, seed)
+        params = sampling_params(self._inputs, config.rollout, config.samples, seed)
         routing = make_routing(config, self._inputs.arch)
         return self._of_engine(prompts, replace(params, routing=routing))
 

@@ -27,6 +27,7 @@ from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.sampling import RolloutQueue
+from megatron_fspo.trainer.teacher import TeacherServers
 
 Draw = Callable[[Path], Mapping[str, str]]
 """Function from the run folder to a mapping of names to the text of ``<svg>`` elements."""
@@ -59,13 +60,15 @@ class Training:
     groups: ParallelGroups
     policy: Policy
     reference: Model | None
-    """Reference policy of a KL penalty: always ``model.checkpoint``. None with LoRA (the reference is the
-    policy without adapters) or without a penalty."""
+    """Reference of a KL penalty: the teacher, or ``model.checkpoint``. None with LoRA and no teacher (the
+    reference is the policy without adapters), with servers of the teacher, or without a penalty."""
     engine: RolloutEngine
     grader: Grader | None
     """None on ranks that do not grade."""
     scoring: Scoring
     layout: PackLayout
+    teacher: TeacherServers | None
+    """Servers that score the responses that this rank holds; None on other ranks and without them."""
     queue: RolloutQueue
     log: RunLog
     state: State

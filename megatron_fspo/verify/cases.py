@@ -106,14 +106,16 @@ SPLITS = ("1 micro-batch", "2 micro-batches", "8 micro-batches", "1 sequence eac
 def cases(config: Config | None, shift: int, *, experts: bool = False) -> list[Case]:
     """Return all losses on a split; layouts with other ``shift``, which rotates the splits, cover all pairs.
 
-    The loss of ``config`` is added. With ``experts``, router losses are added, and every other group of cases
+    The loss of ``config`` is added, and distillation alone: the KL to another model, without a policy
+    gradient. With ``experts``, router losses are added, and every other group of cases
     replays routes. Every other split shares prompts. The next shift swaps which cases share and replay.
     """
     losses = LOSSES if config is None else {"yours": config.loss, **LOSSES}
     all_clipped = Case(name="all-clipped", loss=FSPOLoss(c_low=0.05, c_high=0.05), split="", clipped=True)
     balanced = Case(name="router-losses", loss=FSPOLoss(), split="", aux_loss_coef=0.3, z_loss_coef=0.1)
     every = [Case(name=name, loss=loss, split="") for name, loss in losses.items()]
-    every += [all_clipped, balanced] if experts else [all_clipped]
+    distil = replace(all_clipped, name="distil", loss=FSPOLoss(c_low=0.05, c_high=0.05, kl_coef=1.0))
+    every += [all_clipped, distil, balanced] if experts else [all_clipped, distil]
     return [
         replace(
             case,

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_fspo.config import Reward
+from megatron_fspo.config import Config, Reward
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.packing.zigzag import local_positions
 from megatron_fspo.parallel.control import Control
@@ -200,8 +200,7 @@ def check_first_rank_decides_on_advantages() -> None:
     """A reward of another rank that differs in its last bit gives a group zero variance there."""
     rank, world = dist.get_rank(), dist.group.WORLD
     assert world is not None
-    options = SimpleNamespace(advantage="leave_one_out")
-    config = SimpleNamespace(loss=options, reward=Reward(name="math"))
+    config = Config.model_construct(reward=Reward(name="math"))
     inputs: Any = SimpleNamespace(config=config, backend=SimpleNamespace(device=torch.device("cpu")))
     groups = ParallelGroups(
         tp=world, pp=world, cp=world, dp=world, dp_cp=world, ep=world, edp=world, control=Control()

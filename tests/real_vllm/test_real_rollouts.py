@@ -12,11 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from launch import REPO
+from megatron_fspo.config.loading import load_config
 from megatron_fspo.data.tokenizer import load_tokenizer
 from megatron_fspo.job.remote import http_client
 from megatron_fspo.rollout.client.server import Refused, Server
 from megatron_fspo.rollout.common import api_key
 from megatron_fspo.rollout.sampling import kept
+from megatron_fspo.trainer.rollout import describe, make_rollout
+from megatron_fspo.trainer.teacher import TeacherServers
 from megatron_fspo.types import Completion, Prompt, Reply, SamplingParams, VersionSpan
 from real_server import all_log_probs, sampled, scores, send, weights
 from serving import Served
@@ -44,6 +48,18 @@ def url(both: list[Served], checkpoints: list[Path]) -> str:
     """Of a server with random weights, version 3. The other one may just be coming back."""
     assert send(both[0].url, weights(checkpoints[1]).items(), 3) is None
     return both[0].url
+
+
+def test_a_teachers_log_probs_are_those_of_transformers(url: str, checkpoints: list[Path]) -> None:
+    completions = rollout(url, SamplingParams(n=1, max_tokens=24, seed=6))
+    words = f"--teacher.urls=['{url}'] --loss.kl-coef=1"
+    config = load_config(REPO / "examples/make_sum/run.toml", words.split())
+    table = torch.tensor([describe(one, 0) for one in completions], dtype=torch.float64)
+    held = make_rollout(PROMPTS, 1, table, dict(enumerate(completions)))
+    scored = TeacherServers(config).score(held, lambda _: None)
+    for number, one in scored.items():
+        wanted = scores(checkpoints[1], (*PROMPTS[number].token_ids, *one.token_ids), 1.0)[-24:]
+        assert (torch.tensor(one.reference) - wanted).abs().mean() <= 1e-4
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

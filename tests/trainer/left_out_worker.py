@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,10 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from by_layout import write_by_layout
-from megatron_fspo.config import Batch
+from megatron_fspo.config import Batch, Config
 from megatron_fspo.config.correction import LengthFairGate, SequenceTIS, TokenTIS
-from megatron_fspo.config.fp8 import BF16
-from megatron_fspo.config.sections import MoE
 from megatron_fspo.losses import DAPOLoss, FSPOLoss, PolicyLossConfig
 from megatron_fspo.mcore.machine.backend import choose_backend
 from megatron_fspo.mcore.machine.startup import start
@@ -100,7 +97,7 @@ def nobody_left_out() -> Iterator[None]:
 def settings(policy: Policy, loss: PolicyLossConfig, share: Any = "auto") -> Any:
     """The sections of a run's configuration that packs depend on."""
     batch = Batch(mini_batches=MINI_BATCHES, max_tokens=48, share_prompts=share)
-    return SimpleNamespace(parallel=policy.parallel, batch=batch, loss=loss, moe=MoE(), fp8=BF16)
+    return Config.model_construct(parallel=policy.parallel, batch=batch, loss=loss)
 
 
 def layout_for(policy: Policy, config: Any) -> PackLayout:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fspo.config.environment import Environment
+from megatron_fspo.config import Config
 from megatron_fspo.data.cursor import PromptCursor
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.trainer.rollout import staleness_metrics
@@ -53,8 +53,8 @@ def make(
     groups: Any = SimpleNamespace(dp=SimpleNamespace(rank=lambda: rank, size=lambda: ranks))
     rollout = dict(temperature=1.0, top_p=1.0, max_response_tokens=4, max_staleness=staleness, stop=())
     rollout |= dict(prompts=size, samples=2)
-    config = SimpleNamespace(rollout=SimpleNamespace(**rollout), run=SimpleNamespace(seed=7, steps=steps))
-    config.moe, config.environment = SimpleNamespace(replay="off"), Environment()
+    run: Any = SimpleNamespace(seed=7, steps=steps)
+    config: Any = Config.model_construct(rollout=SimpleNamespace(**rollout), run=run)
     train = [
         Prompt(index=i, token_ids=(i,), text="", answer="") for i in range(sum(count for _, count, _ in sets))
     ]

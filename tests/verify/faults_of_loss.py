@@ -208,6 +208,24 @@ def inserted_in_mask(real: Any, sequences: Any, *rest: Any) -> MicroBatch:
     return real(replace(sequences, loss_mask=None), *rest)
 
 
+@fault(CP, "tokens", *COLLATE, loss="sft")
+def turns_of_the_user_learned(real: Any, sequences: Any, *rest: Any) -> MicroBatch:
+    """SFT: turns of the user are learned"""
+    return real(replace(sequences, loss_mask=None), *rest)
+
+
+@fault(CP, "attention", *COLLATE, loss="sft")
+def mask_one_off(real: Any, sequences: Any, *rest: Any) -> MicroBatch:
+    """SFT: the mask is shifted by one token"""
+    return real(replace(sequences, loss_mask=sequences.loss_mask.roll(1)), *rest)
+
+
+@fault(CP, "denominator", *LOSS, loss="sft")
+def mean_over_each_pack(real: Any, self: Any, batch: MicroBatch, *args: Any) -> Any:
+    """SFT: each pack has a mean of its own"""
+    return real(self, _counting(batch, num_tokens=max(1, _tokens(batch))), *args)
+
+
 @fault(CP, "attention", *COLLATE)
 def rows_not_apart(real: Any, sequences: Any, *rest: Any) -> MicroBatch:
     """Rows of a trajectory attend to earlier rows"""
@@ -301,6 +319,13 @@ def drift_sign(real: Any, self: FSPOBand, lengths: Tensor) -> Any:
 def kl_sign(real: Any, self: Any, batches: Sequence[MicroBatch], loss: Any) -> Any:
     """The KL penalty is a bonus"""
     return real(self, batches, replace(loss, kl_coef=-loss.kl_coef))
+
+
+@fault(CP, "denominator", *BACKWARD, figures="actor/kl_loss", loss="distil")
+def teacher_of_another_row(real: Any, self: Any, batches: Sequence[MicroBatch], loss: Any) -> Any:
+    """Distillation: the teacher scored other tokens"""
+    others = [replace(one, reference_log_probs=one.reference_log_probs.roll(5)) for one in batches]
+    return real(self, others, loss)
 
 
 @fault(DP, "regularizer", *BACKWARD, loss="gspo-entropy")

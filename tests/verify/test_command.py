@@ -68,7 +68,7 @@ def test_another_family_has_one_gradient_too(
     (row,) = table_lines(verify(*words, *([] if layout is None else ["--layouts", layout])))
     cases = json.loads(out.read_text(encoding="utf-8"))["cases"]
     routers = ["router-losses"] * ("num_experts_per_tok" in more)
-    assert [case["loss"] for case in cases] == ["yours", *LOSSES, "all-clipped", *routers]
+    assert [case["loss"] for case in cases] == ["yours", *LOSSES, "all-clipped", "distil", *routers]
     assert len({case["tied"] for case in cases}) == 1
     assert row[:2] == [layout or "tp2.sp", "float64"] and row[-2:] == [str(len(cases)), "pass"]
     assert float(row[2]) < 1e-12
@@ -78,7 +78,7 @@ def test_another_family_has_one_gradient_too(
 def test_three_layouts_in_two_precisions(tmp_path: Path) -> None:
     """A line for each, every loss in the JSON, errors within 1e-5 in fp32 and 1e-10 in float64, and no more
     collectives than head and loss need."""
-    layouts, count, out = ("cp2", "tp2.sp", "pp2.vpp2"), len(LOSSES) + 1, tmp_path / "verify.json"
+    layouts, count, out = ("cp2", "tp2.sp", "pp2.vpp2"), len(LOSSES) + 2, tmp_path / "verify.json"
     printed = verify("--layouts", *layouts, "--json", str(out))
     rows = table_lines(printed)
     pairs = [[layout, dtype] for layout in layouts for dtype in ("float64", "float32")]
@@ -89,7 +89,7 @@ def test_three_layouts_in_two_precisions(tmp_path: Path) -> None:
     assert found["passed"] is True and found["megatron_core"]
     asked = {(c["layout"], c["dtype"], c["loss"]) for c in found["cases"]}
     assert len(asked) == len(found["cases"]) == 6 * count
-    assert {loss for _, _, loss in asked} == {*LOSSES, "all-clipped"}
+    assert {loss for _, _, loss in asked} == {*LOSSES, "all-clipped", "distil"}
     assert {c["split"] for c in found["cases"]} == set(SPLITS)
     for layout in layouts:
         assert {c["tied"] for c in found["cases"] if c["layout"] == layout} == {True, False}
@@ -115,7 +115,7 @@ def test_a_layout_that_fails(tmp_path: Path) -> None:
     words = ("--layouts", "cp2", "--dtype", "float64", "--json", str(out))
     printed = verify(*words, program=program, status=1)
     (row,) = table_lines(printed)
-    failed, of = len(LOSSES), len(LOSSES) + 1
+    failed, of = len(LOSSES) + 1, len(LOSSES) + 2
     assert row[-4:] == [f"{failed}", "of", f"{of}", "FAIL"], "all but the one whose gradient is 0"
     assert "cp2, float64, fspo, 1 micro-batch:\n  factor: " in printed and "(2 x the ref" in printed
     worst = re.match(rf"{failed} of {of} cases FAILED; worst parameter (\S+) ", printed.splitlines()[-1])

@@ -177,7 +177,7 @@ def make_plan(config: Config, arch: Architecture, given: Given) -> RunPlan:
         checkpoint=checkpoint_bytes(shape),
         export=model_values(arch) * shape.width,
         phases=[
-            sampling(shape, work, given.machine),
+            *([] if config.supervised else [sampling(shape, work, given.machine)]),
             scoring(shape, work, given.machine),
             updating(shape, work, given.machine),
             sending(shape, given.machine, config.vllm.transfer if vllm else None),
@@ -208,7 +208,7 @@ def _shape(config: Config, arch: Architecture, world: int) -> Shape:
 def _work(config: Config, shape: Shape, given: Given, servers: ServerMemory | None) -> Work:
     """Return the work of a step. A pack is full of the longest sequences, if a rank has as many."""
     rollout, batch, context = config.rollout, config.batch, config.parallel.context
-    responses = rollout.prompts * rollout.samples
+    responses = rollout.prompts * config.samples
     prompt, response = config.data.max_prompt_tokens, rollout.max_response_tokens
     mean_prompt = given.mean_prompt or prompt / 2
     mean_response = given.mean_response or response / 2
@@ -217,12 +217,12 @@ def _work(config: Config, shape: Shape, given: Given, servers: ServerMemory | No
     count, rest = divmod(batch.max_tokens, longest)
     rest -= rest % padded_length(1, context)
     lengths = (longest,) * min(count, mine) + ((rest,) if rest and mine > count else ())
-    groups = -(-mine // rollout.samples)
+    groups = -(-mine // config.samples)
     share = shares_prompts(config, shape.layers, shape.arch)
-    scored = int(sum(lengths) / context * response / (prompt / (rollout.samples if share else 1) + response))
+    scored = int(sum(lengths) / context * response / (prompt / (config.samples if share else 1) + response))
     mean = mine * (mean_prompt + mean_response) - (mine - groups if share else 0) * (mean_prompt - 1)
     # With a single optimizer step on the model's own samples, old and new log-probs are the same.
-    same = rollout.engine == "embedded" and batch.mini_batches * batch.epochs == 1
+    same = rollout.engine == "embedded" and (batch.mini_batches * batch.epochs == 1 or config.supervised)
     if servers is None:
         # Pipeline stages decode one after the other, and context-parallel ranks decode the same rows.
         samplers, gpus, side_by_side = shape.data, shape.parallel.tensor, rollout.max_batch
@@ -285,13 +285,13 @@ def _stage(config: Config, shape: Shape, work: Work, number: int, nccl: float) -
         routes = route_dtype(experts.count).itemsize * experts.per_token
         kept_routes = work.mini_batches * tokens * routes + seen * (routes + 1)
         phases["update"][ROUTES] = layers * kept_routes
-    if config.rollout.engine == "embedded":
+    if config.rollout.engine == "embedded" and not config.supervised:
         rows = min(config.rollout.max_batch, -(-work.responses // shape.data))
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
         cache = kv_bytes(shape, rows=rows, tokens=longest)
         decoding = _decoding(config, shape, rows, longest)
         phases["rollout"] = {f"KV cache of {rows} rows": cache, "on top: decoding": decoding}
-    elif number == 0:
+    elif number == 0 and not config.supervised:
         phases["sync"] = {"weights on their way to the servers": sending_bytes(shape)}
     return Stage(number=number, always=always, phases=phases, nccl=nccl, uneven=uneven)
 
@@ -305,7 +305,7 @@ def _decoding(config: Config, shape: Shape, rows: int, longest: int) -> float:
     ffn = arch.ffn_size / tp if arch.dense_layers else 0.0
     if arch.experts:
         ffn = max(ffn, arch.experts.per_token * arch.experts.ffn_size + arch.shared_ffn_size / tp)
-    prompts = -(-rows // config.rollout.samples) * config.data.max_prompt_tokens
+    prompts = -(-rows // config.samples) * config.data.max_prompt_tokens
     return max(layer, logits, prompts * (3 * arch.hidden_size + 3 * ffn) * shape.width)
 
 

@@ -189,6 +189,7 @@ def _training(
             head=backend.head,
         ),
         layout=layout,
+        teacher=None,
         queue=None,  # type: ignore[arg-type]
         log=RunLog(config, writer=False, resume_step=None),
         state=State(step=0, loss=loss, norms=deque(maxlen=8), skips_in_a_row=0, saved=-1),

@@ -1,0 +1,91 @@
+"""Servers of a teacher: they share responses and stand in for each other; what they refuse ends the run."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_server import FakeServer, with_servers
+
+from megatron_fspo.config import Config
+from megatron_fspo.errors import TrainingError
+from megatron_fspo.rollout.client.pool import Pool
+from megatron_fspo.trainer import teacher
+from megatron_fspo.trainer.rollout import Rollout, describe, make_rollout
+from megatron_fspo.types import Completion, Prompt
+
+pytestmark = pytest.mark.usefixtures("short_waits")
+
+RESPONSES = [
+    Completion(token_ids=[3, 4, 5], log_probs=[-1.0] * 3, finish_reason="stop", weight_version=0),
+    Completion(  # two rows; the second begins with the inserted 7
+        token_ids=[3, 7, 5, 6],
+        log_probs=[-1.0] * 4,
+        loss_mask=[1, 0, 1, 1],
+        row_starts=(1,),
+        finish_reason="stop",
+        weight_version=0,
+    ),
+]
+
+
+def rollout() -> Rollout:
+    prompts = [Prompt(index=i, token_ids=(1, 2), text="", answer="") for i in range(2)]
+    table = torch.tensor([describe(one, 0) for one in RESPONSES], dtype=torch.float64)
+    return make_rollout(prompts, 1, table, dict(enumerate(RESPONSES)))
+
+
+def servers_of(fakes: list[FakeServer], seconds: float = 600.0) -> teacher.TeacherServers:
+    given: Any = {
+        "run": {"steps": 1},
+        "model": {"checkpoint": Path("c")},
+        "data": {"train": "t"},
+        "reward": {"name": "make_sum"},
+        "rollout": {"prompts": 4, "max_response_tokens": 8},
+        "loss": {"name": "fspo", "kl_coef": 1.0},
+        "teacher": {"urls": [fake.url for fake in fakes]},
+        "vllm": {"recovery_seconds": seconds},
+    }
+    return teacher.TeacherServers(Config.model_validate(given))
+
+
+async def scored(servers: teacher.TeacherServers) -> tuple[dict[int, Completion], list[int]]:
+    done: list[int] = []
+    return await asyncio.to_thread(servers.score, rollout(), done.append), done
+
+
+@with_servers(2)
+async def test_every_token_is_scored_in_its_row(pool: Pool, fakes: list[FakeServer]) -> None:
+    responses, done = await scored(servers_of(fakes))
+    assert [list(one.reference) for one in responses.values()] == [[-1.0] * 3, [-1.0, 0.0, -1.0, -1.0]]
+    assert sum(done) == 2 and all(fake.bodies for fake in fakes)
+    asked = [body["token_ids"] for fake in fakes for body in fake.bodies]
+    assert sorted(asked) == [[1, 2, 3], [1, 2, 3, 4, 5], [7, 5, 6]]
+
+
+@with_servers(2)
+async def test_another_server_stands_in(
+    pool: Pool, fakes: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teacher, "_RETRY_SECONDS", 0.01)
+    servers = servers_of(fakes)
+    fakes[1].kill()
+    responses, _ = await scored(servers)
+    assert all(len(one.reference) == len(one.token_ids) for one in responses.values())
+
+
+@with_servers(1)
+async def test_servers_that_do_not_answer_or_refuse_end_the_run(
+    pool: Pool, fakes: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teacher, "_RETRY_SECONDS", 0.01)
+    servers = servers_of(fakes, seconds=0.1)
+    fakes[0].key = "another"
+    with pytest.raises(TrainingError, match=r"refused with 401.*vocabulary"):
+        await scored(servers)
+    fakes[0].kill()
+    with pytest.raises(TrainingError, match=r"no answer for 0\.1 s \(vllm.recovery_seconds\)"):
+        await scored(servers)
