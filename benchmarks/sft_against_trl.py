@@ -108,9 +108,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/sft_against_trl.json")
     args = parser.parse_args()
     tokens = sorted(load_tokenizer(args.model).get_vocab())
-    words = [
-        token[1:] for token in tokens if token[:1] == "Ġ" and token[1:].isalpha() and token.isascii() is False
-    ]
+    plain = [token[1:] for token in tokens if token[0] == "Ġ"]
+    words = [one for one in plain if one.isascii() and one.isalpha()]
     rounds: dict[str, list[Any]] = {"ours": [], "TRL": []}
     for _ in range(args.rounds):
         for name, run in (("ours", ours), ("TRL", theirs)):
