@@ -49,14 +49,14 @@ def describe(step: int, steps: int, metrics: Mapping[str, float]) -> str:
         if value is not None and not math.isnan(value) and not (name == "fspo/nonfinite" and value == 0):
             parts.append(f"{label} {value:{form}}")
     for name, value in metrics.items():
-        if is_accuracy(name) or (name.startswith("val/") and name.endswith("/loss")):
+        if is_evaluation(name):
             parts.append(f"{name.removeprefix('val/')} {value:.3f}")
     return "  ".join(parts)
 
 
-def is_accuracy(name: str) -> bool:
-    """Return True for the ``mean@k`` of an evaluation; not for an end of its interval."""
-    return re.fullmatch(r"val/.+/mean@\d+", name) is not None
+def is_evaluation(name: str) -> bool:
+    """Return True for the ``mean@k`` or the loss of an evaluation; not for an end of its interval."""
+    return re.fullmatch(r"val/.+/(mean@\d+|loss)", name) is not None
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from launch import REPO, environment, forked, why
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.errors import InputError
+from megatron_fspo.lab.report.page import render_report
 from runs import PROGRAM, numbers, rows
 
 sys.path.insert(0, str(REPO / "examples/make_sum"))
@@ -111,6 +113,14 @@ def test_loss_and_gradient_are_those_of_transformers(
     assert [last["val/train/loss"]] == pytest.approx(wanted["after"], rel=2e-5)
     assert last["val/train/loss/low"] < last["val/train/loss"] < last["val/train/loss/high"]
     assert not {"fspo/lre_mean", "critic/rewards/mean", "actor/ppo_kl"} & last.keys()
+
+
+def test_the_page_shows_the_loss(folder: Path) -> None:
+    found = re.search(
+        r'<script type="application/json" id="figures">(.*?)</script>', render_report(folder / "data")
+    )
+    assert found and {"loss", "grad_norm"} <= json.loads(found[1]).keys()
+    assert not {"reward", "clip_rate"} & json.loads(found[1]).keys()
 
 
 def test_killed_and_resumed_gives_the_same_bits(folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.lab.report.figures import RunData, facts
-from megatron_fspo.record.rows import METRICS, is_accuracy
+from megatron_fspo.record.rows import METRICS, is_evaluation
 
 
 def model_card(folder: Path) -> str:
@@ -19,7 +19,7 @@ def model_card(folder: Path) -> str:
     about: dict[str, object] = {"library_name": "transformers", "tags": ["reinforcement-learning", loss]}
     about |= {"base_model": base} if base else {}
     rows = []
-    for name in filter(is_accuracy, data.history.names()):
+    for name in filter(is_evaluation, data.history.names()):
         three = [series(key).values for key in (name, f"{name}/low", f"{name}/high")]
         ends = ["{:.3f} [{:.3f}, {:.3f}]".format(*(values[step] for values in three)) for step in (0, -1)]
         rows.append(f"| {name.removeprefix('val/')} | {' | '.join(ends)} |")

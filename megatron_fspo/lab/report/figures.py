@@ -30,6 +30,8 @@ _POOL = 40_000
 """Records behind the pooled LRE and the exponent, at most, evenly over the run: 400 resamples in a second."""
 _BLOCKS = 12
 """Stretches of steps behind the interval of the exponent, at most: 0.2 s each with the largest pool."""
+LEARNED = {"reward": "critic/rewards/mean", "loss": "actor/pg_loss"}
+"""What a run should improve → its metric."""
 _BETWEEN = {"testing": "evaluation", "save_checkpoint": "checkpoint"}
 """Phases between steps, which the time of a step leaves out."""
 
@@ -44,7 +46,7 @@ class RunData:
     def __init__(self, folder: Path) -> None:
         self.history = History(folder)
         self.config = load_config(folder / "config.toml")
-        self.steps: list[int] = self.history.series("critic/rewards/mean").steps.tolist()
+        self.steps: list[int] = self.history.series("actor/grad_norm").steps.tolist()
         self.records = read_records(folder)
         self.pool = self.records.thinned(_POOL)
         self.lre = pooled_lre(self.pool)
@@ -57,6 +59,11 @@ class RunData:
         self.jobs = list(read_rows(folder / JOBS))
         self.warnings = list({row["title"]: row for row in read_rows(folder / WARNINGS)}.values())
         """The last one of each title."""
+
+    @property
+    def learned(self) -> str:
+        """What the run should improve, a key of :data:`LEARNED`."""
+        return "loss" if self.config.supervised else "reward"
 
     @property
     def token_level(self) -> bool:
@@ -161,7 +168,8 @@ class Headline:
 def facts(data: RunData) -> dict[str, str]:
     """Return what a reader asks first, in words."""
     config, band = data.config, data.band()
-    prompts, samples = config.rollout.prompts, config.rollout.samples
+    prompts, samples = config.rollout.prompts, config.samples
+    reward = [] if config.supervised else [f"reward {config.reward.name}"]
     files = ", ".join(str(dataset.file) for dataset in config.data.train_sets)
     moved = {}
     if isinstance(band, FSPOBand):
@@ -171,7 +179,7 @@ def facts(data: RunData) -> dict[str, str]:
         "Loss": config.loss.name,
         **moved,
         "Model": f"{config.model.checkpoint}, {config.model.dtype}",
-        "Data": f"{files}, reward {config.reward.name}, seed {config.run.seed}",
+        "Data": ", ".join([files, *reward, f"seed {config.run.seed}"]),
         "Responses": f"{prompts * samples} a step: {samples} to each of {prompts} prompts",
     } | machines(data.jobs)
 
@@ -187,7 +195,7 @@ def changed_keys(config: Config) -> list[tuple[str, str]]:
 def headlines(data: RunData) -> Iterator[Headline]:
     """Yield the numbers that sum up the run: means over the first and the last steps."""
     series, accuracy = data.history.series, data.history.evaluation()
-    yield _trend("Reward", series("critic/rewards/mean"), ".3f")
+    yield _trend(data.learned.capitalize(), series(LEARNED[data.learned]), ".3f")
     if accuracy:
         scores, change = series(accuracy), data.change
         note = f"{accuracy.removeprefix('val/')}, at step {scores.steps[0]} and step {scores.steps[-1]}"

@@ -24,7 +24,7 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.objective import LengthReweightingError, effective_sample_size, length_reweighting_error
 from megatron_fspo.objective.calibration import FASTEST
 from megatron_fspo.objective.fairness import length_bins
-from megatron_fspo.record.rows import METRICS, SEQUENCES, is_accuracy, parse_row, read_rows, rows_from_end
+from megatron_fspo.record.rows import METRICS, SEQUENCES, is_evaluation, parse_row, read_rows, rows_from_end
 
 Array = npt.NDArray[Any]
 _RECORD_BYTES = 32 * 2**20
@@ -89,8 +89,8 @@ class History:
         return [*dict.fromkeys(name for names in self._tables for name in names)]
 
     def evaluation(self) -> str | None:
-        """Name of the accuracy on the first set of validation prompts, ``val/<set>/mean@k``."""
-        return next(filter(is_accuracy, self.names()), None)
+        """Name of the result on the first set of validation prompts, ``val/<set>/mean@k`` or ``/loss``."""
+        return next(filter(is_evaluation, self.names()), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,7 @@ def render_report(folder: Path) -> str:
     """
     data = RunData(folder)
     tail, last, band = data.records.tail(TAIL, WINDOW), data.records.tail(0.0, 1), data.band()
-    drawn = _learning(data.history) | _metrics(data)
+    drawn = _learning(data) | _metrics(data)
     if load := next(rows_from_end(folder / ROUTERS), None):
         drawn["expert_load"] = pictures.expert_load(np.array(load["load"]))
     drawn |= _by_length(tail, last, band) if len(last) else {}
@@ -118,12 +118,13 @@ def with_ends(history: History, name: str, **style: Any) -> Line:
     return Line.over_steps(*(history.series(f"{name}{end}") for end in ("", "/low", "/high")), **style)
 
 
-def _learning(history: History) -> dict[str, Spec]:
-    rewards = [with_ends(history, "critic/rewards/mean", label="training", colour=BLUE)]
+def _learning(data: RunData) -> dict[str, Spec]:
+    history = data.history
+    curves = [with_ends(history, figures.LEARNED[data.learned], label="training", colour=BLUE)]
     if accuracy := history.evaluation():
         label = f"evaluation, {accuracy.rsplit('/', 1)[-1]}"
-        rewards.append(with_ends(history, accuracy, label=label, colour=charts.ORANGE, kind=charts.PLAIN))
-    drawn = {"reward": chart(rewards, STEP, axis("reward"))}
+        curves.append(with_ends(history, accuracy, label=label, colour=charts.ORANGE, kind=charts.PLAIN))
+    drawn = {data.learned: chart(curves, STEP, axis(data.learned))}
     lengths = [history.series(f"response_length/{name}") for name in ("mean", "min", "max")]
     if lengths[0]:
         line = Line.over_steps(*lengths, label="mean; from the shortest to the longest", colour=BLUE)

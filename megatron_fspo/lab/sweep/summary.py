@@ -30,7 +30,7 @@ from megatron_fspo.lab.report.history import (
 )
 from megatron_fspo.lab.report.samples import accuracy_change, first_and_last_samples
 from megatron_fspo.lab.sweep.file import Planned, Sweep, planned
-from megatron_fspo.record.rows import is_accuracy
+from megatron_fspo.record.rows import is_evaluation
 
 COLUMNS = {
     "clipped": "clipped",
@@ -126,7 +126,7 @@ def figures(folder: Path, records: Records) -> dict[str, Any]:
         "length_last": length.last(_STEPS),
     }
     for name in history.names():
-        if is_accuracy(name):
+        if is_evaluation(name):
             figures[f"accuracy/{name.split('/')[1]}"] = float(history.series(name).values[-1])
     # None with fewer than two evaluations.
     if (change := accuracy_change(history, first_and_last_samples(folder, history))) is not None:
