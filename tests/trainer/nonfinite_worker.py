@@ -18,7 +18,6 @@ from torch import Tensor
 
 from by_layout import write_by_layout
 from left_out_worker import moved, rollout_and_completions, scoring, settings
-from megatron_fspo.config import Optimizer
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.losses import FSPOLoss
 from megatron_fspo.mcore.machine.backend import choose_backend
@@ -101,8 +100,8 @@ class Situation:
         said: list[str] = []
         # In bfloat16 what is left of a group rounds otherwise than the group, if it shares its prompt.
         config = settings(policy, LOSS, "off" if self.dtype == torch.bfloat16 else "auto")
-        config.optimizer, config.log = Optimizer(), SimpleNamespace(tokens=0)
-        config.rollout = SimpleNamespace(old_log_probs="recompute")
+        more: Any = {"log": SimpleNamespace(tokens=0), "rollout": SimpleNamespace(old_log_probs="recompute")}
+        config = config.model_copy(update=more)
         return SimpleNamespace(
             inputs=SimpleNamespace(config=config, backend=self.backend),
             policy=policy,
