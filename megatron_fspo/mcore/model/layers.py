@@ -196,14 +196,17 @@ class ResidualAdd(torch.nn.Module):
 
 
 def block_spec(
-    arch: Architecture, backend: Backend, config: TransformerConfig, vp_stage: int | None
+    backend: Backend, config: TransformerConfig, vp_stage: int | None = None, arch: Architecture | None = None
 ) -> TransformerBlockSubmodules:
     """Return Megatron's specs of this rank's layers: of Transformer Engine's with our attention, or of
-    Megatron's local ones with our norm and attention. ``vp_stage`` is the virtual pipeline stage."""
+    Megatron's local ones with our norm and attention. ``vp_stage`` is the virtual pipeline stage; ``arch``
+    adds what the configuration lacks, such as other layers and norms."""
     first, pattern = get_transformer_layer_offset(config, vp_stage), config.moe_layer_freq
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     experts = [config.num_moe_experts if pattern == 1 or pattern[n] else None for n in numbers]
-    each = [*zip(experts, (arch.layer_type(n) == "linear" for n in numbers), strict=True)]
+    each = [
+        *zip(experts, (arch is not None and arch.layer_type(n) == "linear" for n in numbers), strict=True)
+    ]
     kinds = {kind: _layer_spec(arch, backend, config, *kind) for kind in {*each}}
     layers = [kinds[kind] for kind in each]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_norm(backend))
@@ -243,7 +246,11 @@ def _gate(layer: ModuleSpec, arch: Architecture, linear: bool) -> None:
 
 
 def _layer_spec(
-    arch: Architecture, backend: Backend, config: TransformerConfig, num_experts: int | None, linear: bool
+    arch: Architecture | None,
+    backend: Backend,
+    config: TransformerConfig,
+    num_experts: int | None,
+    linear: bool,
 ) -> ModuleSpec:
     latent = config.multi_latent_attention
     both = {"num_experts": num_experts, "qk_layernorm": config.qk_layernorm, "multi_latent_attention": latent}
@@ -281,6 +288,8 @@ def _layer_spec(
         attention.core_attention = SDPACoreAttention
     if latent:
         layer.submodules.self_attention.module = LatentSelfAttention
+    if arch is None:
+        return layer
     if arch.projection_norms or has_ropes(arch):
         layer.submodules.self_attention.module = LayerSelfAttention
         layer.submodules.self_attention.params |= {"arch": arch}

@@ -198,7 +198,7 @@ def build_chunks(arch: Architecture, config: TransformerConfig, backend: Backend
     for vp_stage in [None] if stages is None else range(stages):
         model = GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(arch, backend, config, vp_stage),
+            transformer_layer_spec=block_spec(backend, config, vp_stage, arch),
             vocab_size=padded_vocab_size(arch.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=arch.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
