@@ -6,8 +6,8 @@ import re
 
 from launch import REPO, forked, why
 
-FILES = 44
-FUNCTIONS = 294  # 4 more since layers of a model may differ; megatron-core 0.19 asks for one stream more
+FILES = 46
+FUNCTIONS = 298  # 4 more since layers of a model may differ, 4 for SFT and the reward's interval
 UPDATE_FILES = 16
 """Files of one training step, its functions, and files of one optimizer step on one micro-batch."""
 

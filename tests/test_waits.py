@@ -21,6 +21,7 @@ _REASONS: dict[str, dict[str, str]] = {
         "_megatron_scores subprocess.run": "a job, which has the limits of [parallel]"
     },
     "job/remote.py": {"run result.result": "all coroutines that are run have limits; Ctrl-C ends it"},
+    "lab/report/follow.py": {"handle_error sys.exception": "not a future's"},
     "lab/sweep/processes.py": {
         "_run process.wait": "a run lasts as long as it lasts; Ctrl-C ends a sweep",
         "make as_completed": "the same",

@@ -298,7 +298,7 @@ def add_a_token(checkpoint: Path) -> None:
     ("damage", "told"),
     [
         (truncate_weights, "damaged/model.safetensors is truncated"),
-        (lambda c: change_json(c / "config.json", model_type="gpt2"), "'gpt2'; supported: llama, qwen2"),
+        (lambda c: change_json(c / "config.json", model_type="gpt2"), "'gpt2'; supported: "),
         (add_a_token, "'<more>'"),
     ],
 )

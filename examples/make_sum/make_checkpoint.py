@@ -17,6 +17,8 @@ import argparse
 import json
 import random
 import statistics
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,7 +43,6 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from megatron_fspo.cli import main as megatron_fspo
 from megatron_fspo.rewards.make_sum import digits_sum_to
 
 CONFIG = {
@@ -115,10 +116,10 @@ def train(model: Any, config: Mapping[str, object], *, steps: int, seed: int, ca
         begin, data = Path(folder, "begin"), Path(folder, "demonstrations.jsonl")
         save(model, config, begin)
         write_demonstrations(data, steps, seed, calls)
-        words = f"--model.checkpoint {begin} --data.train {data} --run.folder {folder}"
-        words += f" --run.steps {steps} --run.seed {seed}"
-        if megatron_fspo(["train", "--config", str(Path(__file__).with_name("sft.toml")), *words.split()]):
-            raise SystemExit("the training failed")
+        words = f"train --config {Path(__file__).with_name('sft.toml')} --model.checkpoint {begin}"
+        words += f" --data.train {data} --run.folder {folder} --run.steps {steps} --run.seed {seed}"
+        # Its process group ends with its process.
+        subprocess.run([sys.executable, "-m", "megatron_fspo", *words.split()], check=True)
         return type(model).from_pretrained(Path(folder, "sft", "hf")).float()
 
 

@@ -132,7 +132,7 @@ ON_RESUME: Mapping[str, str] = {
     **dict.fromkeys("run evaluation checkpoint log vllm".split(), ""),
     "parallel": " (the same numbers up to rounding)",
     **dict.fromkeys(
-        "model lora fp8 moe data reward environment rollout loss correction batch optimizer".split(),
+        "model lora fp8 moe data reward environment teacher rollout loss correction batch optimizer".split(),
         " (other numbers from here on)",
     ),
 }

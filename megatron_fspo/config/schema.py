@@ -57,12 +57,6 @@ class Config(Section):
         return 1 if self.supervised else self.rollout.samples
 
     @property
-    def learns_without_advantages(self) -> bool:
-        """True if the loss has terms to which responses with A = 0 contribute."""
-        loss, moe = self.loss, self.moe
-        return any((loss.entropy_coef, loss.kl_coef, moe.aux_loss_coef, moe.z_loss_coef))
-
-    @property
     def run_folder(self) -> Path:
         """The folder that this run writes to."""
         return self.run.folder / self.run.name

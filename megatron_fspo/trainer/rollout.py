@@ -389,4 +389,6 @@ def _routes(
 
 def left_out(config: Config, rollout: Rollout) -> Tensor:
     """Return bool [responses]: True for responses in no pack."""
-    return rollout.lengths < 0 if config.learns_without_advantages else rollout.advantages == 0
+    loss, moe = config.loss, config.moe
+    others = loss.entropy_coef or loss.kl_coef or moe.aux_loss_coef or moe.z_loss_coef
+    return rollout.lengths < 0 if others else rollout.advantages == 0

@@ -46,7 +46,7 @@ class RunData:
     def __init__(self, folder: Path) -> None:
         self.history = History(folder)
         self.config = load_config(folder / "config.toml")
-        self.steps: list[int] = self.history.series("actor/grad_norm").steps.tolist()
+        self.steps: list[int] = self.history.series(LEARNED[self.learned]).steps.tolist()
         self.records = read_records(folder)
         self.pool = self.records.thinned(_POOL)
         self.lre = pooled_lre(self.pool)
