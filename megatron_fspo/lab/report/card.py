@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.lab.report.figures import RunData, facts
+from megatron_fspo.lab.report.figures import RunData, changed_keys, facts
 from megatron_fspo.record.rows import METRICS, is_evaluation
 
 
@@ -23,6 +23,9 @@ def model_card(folder: Path) -> str:
         three = [series(key).values for key in (name, f"{name}/low", f"{name}/high")]
         ends = ["{:.3f} [{:.3f}, {:.3f}]".format(*(values[step] for values in three)) for step in (0, -1)]
         rows.append(f"| {name.removeprefix('val/')} | {' | '.join(ends)} |")
+    split = [f"{key.removeprefix('parallel.')} {value}" for key, value in changed_keys(data.config)
+             if key.startswith("parallel.")]  # fmt: skip
+    layout = {"Layout": ", ".join(split) or "data parallel"}
     lines = [
         "---",
         *(f"{key}: {json.dumps(value)}" for key, value in about.items()),
@@ -30,7 +33,7 @@ def model_card(folder: Path) -> str:
         f"\n# {data.config.run.name}\n",
         f"{base or data.config.model.checkpoint.name} after {data.steps[-1]:,} steps of {loss} "
         "with megatron_fspo. The configuration is in `fspo/config.toml`.\n",
-        *(f"- **{name}**: {text}" for name, text in facts(data).items()),
+        *(f"- **{name}**: {text}" for name, text in (facts(data) | layout).items()),
     ]
     if rows:
         lines += ["\n| held-out accuracy [95% interval] | first | last |", "|---|---|---|", *rows]
