@@ -31,6 +31,9 @@ class Teacher(Section):
             raise ValueError("[teacher] needs loss.kl_coef > 0, the coefficient of the KL to it")
         if self.checkpoint and self.urls:
             raise ValueError("teacher.checkpoint and teacher.urls exclude each other")
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"teacher.urls: {url!r} must be http://host:port")
         if self.urls and temperature != 1:
             raise ValueError(
                 f"teacher.urls needs rollout.temperature = 1, not {temperature:g}: servers score at 1"

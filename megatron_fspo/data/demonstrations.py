@@ -22,6 +22,7 @@ from megatron_fspo.data.tasks import (
     read_messages,
     read_task,
     read_template_variables,
+    refuse_media,
     render,
 )
 from megatron_fspo.types import Completion
@@ -55,6 +56,8 @@ def encode_row(
     if not source.chat_template:
         for written, group in groupby(messages, key=lambda message: message["role"] == "assistant"):
             runs.append((ids_of("".join(message["content"] for message in group)), int(written)))
+        if not runs[-1][0]:
+            task.row.fail(f"{source.answer_key or source.prompt_key!r}: the response has no tokens")
         if runs[-1][0][-1] not in stops:
             runs[-1][0].append(stops[0])
     elif re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)):
@@ -94,6 +97,7 @@ def _read_demonstration(row: Row, source: Source) -> Task:
     ``prompt_key`` has the whole conversation, or if ``answer_key`` is set, its beginning; that key then has
     the rest: a string, or messages."""
     fields = row.fields(row.tree())
+    refuse_media(row, fields, source)
     messages = read_messages(row, find_value(row, fields, source.prompt_key), source.prompt_key)
     if source.answer_key:
         given = find_value(row, fields, source.answer_key)

@@ -105,9 +105,7 @@ def read_task(row: Row, source: Source) -> Task:
     """Return the task of a row. Raises ``InputError`` naming file, line and field."""
     tree = row.tree()
     fields = row.fields(tree)
-    for name in MEDIA:
-        if name != source.prompt_key and fields.get(name):
-            row.fail(f"{name!r} holds media: only text is supported; remove the column to train on the text")
+    refuse_media(row, fields, source)
     key = source.prompt_key
     messages = read_messages(row, find_value(row, fields, key), key)
     if messages[-1]["role"] == "assistant":
@@ -123,6 +121,13 @@ def read_task(row: Row, source: Source) -> Task:
     return Task(row=row, fields=fields, messages=messages, answer=answer, template=template)
 
 
+def refuse_media(row: Row, fields: dict[str, Any], source: Source) -> None:
+    """Raise ``InputError`` for a row with images, video or audio, which would be ignored."""
+    for name in MEDIA:
+        if name != source.prompt_key and fields.get(name):
+            row.fail(f"{name!r} holds media: only text is supported; remove the column to train on the text")
+
+
 def gradable(answer: str) -> bool:
     """Return whether a mathematics verifier could read the answer: it has a letter or digit, and not too many
     characters."""
@@ -136,6 +141,8 @@ def check_source(source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
             f"{source.file}: chat_template is true, but the tokenizer has no chat template: "
             "set data.chat_template = false"
         )
+    if source.responses and source.answer_after:
+        raise InputError(f"{source.file}: answer_after is for answers, but the file has responses: remove it")
     if source.system_prompt and not source.chat_template:
         raise InputError(
             f"{source.file}: system_prompt needs chat_template = true; otherwise put the text into template"

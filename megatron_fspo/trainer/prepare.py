@@ -177,6 +177,8 @@ def _disagreements(config: Config, world_size: int, arch: Architecture | None) -
         )
     if arch is not None and arch.experts is None and config.moe.in_use:
         yield "the keys of [moe] need a mixture of experts, but the model is dense"
+    if config.supervised and not world_size:
+        yield "loss.name = sft: an evaluation samples responses to prompts with answers; name another loss"
     for which in ("train", "validation"):
         for source in make_sources(config.data, which):
             if source.responses != config.supervised:

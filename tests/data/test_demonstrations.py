@@ -133,6 +133,8 @@ def test_prompts_and_completions_without_a_template(
 @pytest.mark.parametrize(
     ("row", "template", "named"),
     [
+        (talk("a", "b") | {"images": ["x.png"]}, TURNS, "'images' holds media"),
+        ({"prompt": "a", "completion": "\N{SNOWMAN}"}, None, "the response has no tokens"),
         (talk("a", ""), TURNS, "message 2, of the assistant, is empty"),
         (talk("a", "b", "c"), TURNS, "ends with a message of user"),
         (talk("a", "b~c"), TURNS, "message 2, of the assistant, is not between its prompt and a stop token"),
@@ -144,7 +146,7 @@ def test_prompts_and_completions_without_a_template(
     ],
 )
 def test_rows_that_are_refused_in_one_line(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], template: str, named: str
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], template: str | None, named: str
 ) -> None:
     with pytest.raises(InputError, match=r"^.*talks\.jsonl:1: [^\n]*$") as error:
         load(tmp_path, tokenizer, row, template=template)

@@ -106,6 +106,7 @@ def test_a_run_approaches_its_teacher_in_any_layout(tmp_path: Path, student: Pat
     [
         ("--loss.kl-coef 0 --teacher.checkpoint t", "loss.kl_coef > 0"),
         ("--teacher.checkpoint t --teacher.urls ['http://a']", "exclude each other"),
+        ("--teacher.urls ['a:8000']", "must be http://host:port"),
         ("--teacher.urls ['http://a'] --rollout.temperature 0.8", "rollout.temperature = 1"),
     ],
 )
