@@ -91,7 +91,7 @@ def learned(loaded: LoadedSet) -> list[tuple[str, str, str]]:
 words = st.text("abcdefg ", min_size=1, max_size=9).filter(lambda text: text.strip() == text)
 
 
-@pytest.mark.parametrize("template", [TURNS, MARKED])
+@pytest.mark.parametrize("template", [TURNS, MARKED, MARKED + "!"])
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(turns=st.lists(st.tuples(words, words), min_size=1, max_size=4))
 def test_what_the_assistant_wrote_is_learned_with_its_stop_token(
