@@ -26,6 +26,8 @@ SETS = {"one_digit": 1, "two_digits": 2}
 TRAIN, HELD_OUT = {"one_digit": 125, "two_digits": 1000}, 75
 TRAIN_SEED, HELD_OUT_SEED = 1, 2
 QUESTION = "State the final answer to the following arithmetic problem: {} ="
+DEMONSTRATIONS = 128
+"""Training questions of each set that sft.toml learns from with their answers."""
 CALLS = {"31 + 18": "49", "64 - 80": "-16"}
 """Calculator calls and results in the two example turns before each question."""
 
@@ -76,6 +78,12 @@ def with_calls(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "prompt": [*talk, {"role": "user", "content": row["prompt"]}]}
 
 
+def with_answer(row: dict[str, Any]) -> dict[str, Any]:
+    """Make a demonstration, which repeats the formula: ``31 + 18 = 49``."""
+    formula = row["prompt"].removeprefix(QUESTION.removesuffix("{} ="))
+    return {"prompt": row["prompt"], "completion": f"{formula} {row['answer']}"}
+
+
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -88,15 +96,18 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/smollm2"))
     args = parser.parse_args()
+    demonstrations = []
     for name, digits in SETS.items():
         held_out = questions(digits, HELD_OUT, HELD_OUT_SEED)
         train = questions(digits, TRAIN[name], TRAIN_SEED, without=[row["prompt"] for row in held_out])
         write_rows(args.out / f"held_out/{name}.jsonl", held_out)
         write_rows(args.out / f"train/{name}.jsonl", train)
+        demonstrations += map(with_answer, train[:DEMONSTRATIONS])
         if digits == 2:
             write_rows(args.out / "calculator/held_out.jsonl", map(with_calls, held_out))
             write_rows(args.out / "calculator/train.jsonl", map(with_calls, train))
         print(f"{name}: {len(train)} questions to train on, {len(held_out)} held out, no question in both")
+    write_rows(args.out / "demonstrations.jsonl", demonstrations)
     write_checkpoint(args.out / "checkpoint")
 
 
