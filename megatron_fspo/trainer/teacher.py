@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_fspo.config import Config
-from megatron_fspo.errors import TrainingError
+from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.job.remote import Loop, http_client
 from megatron_fspo.rollout.client.server import Refused, Server, ServerLost
-from megatron_fspo.rollout.common import api_key
+from megatron_fspo.rollout.common import MODEL, api_key
 from megatron_fspo.rollout.engine import Progress
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.types import Completion
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 _RETRY_SECONDS = 2.0
 
 
@@ -30,6 +36,20 @@ class TeacherServers:
         self._servers = [Server(url, self._http, api_key=api_key()) for url in config.teacher.urls]
         self._in_flight = config.vllm.in_flight * len(self._servers)
         self._limit = config.vllm.recovery_seconds
+
+    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Wait for the servers, and raise ``InputError`` if one decodes token ids to another text."""
+        ids = sorted({round(i / 63 * (len(tokenizer) - 1)) for i in range(64)})
+
+        async def decode(server: Server) -> tuple[str, str]:
+            answer: Any = await server.post("detokenize", {"model": MODEL, "tokens": ids}, attempts=3)
+            return server.url, answer["prompt"]
+
+        for number in range(len(self._servers)):
+            url, text = self._loop.run(self._ask(number, decode))
+            # Versions of tokenizers differ in the spaces that they clean up.
+            if text.split() != str(tokenizer.decode(ids)).split():
+                raise InputError(f"teacher.urls: {url} has another vocabulary than model.checkpoint")
 
     def score(self, rollout: Rollout, progress: Progress) -> dict[int, Completion]:
         """Return the responses that this rank holds, with the teacher's log-probs.
@@ -47,7 +67,7 @@ class TeacherServers:
             values: list[float] = []
             for start, end in pairwise(ends):  # nothing is known of a row's first token, which is context
                 async with places:
-                    values += [0.0, *await self._ask(number, ids[start:end])]
+                    values += [0.0, *await self._ask(number, partial(Server.score, token_ids=ids[start:end]))]
             progress(1)
             return replace(response, reference=array("f", values[len(prompt.token_ids) :]))
 
@@ -56,12 +76,12 @@ class TeacherServers:
 
         return dict(zip(rollout.held, self._loop.run(every()), strict=True))
 
-    async def _ask(self, number: int, token_ids: Sequence[int]) -> list[float]:
+    async def _ask(self, number: int, ask: Callable[[Server], Awaitable[T]]) -> T:
         too_late = time.monotonic() + self._limit
         while True:
             server = self._servers[number % len(self._servers)]
             try:
-                return await server.score(token_ids)
+                return await ask(server)
             except ServerLost as error:
                 if time.monotonic() > too_late:
                     raise TrainingError(

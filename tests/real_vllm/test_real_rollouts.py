@@ -50,13 +50,17 @@ def url(both: list[Served], checkpoints: list[Path]) -> str:
     return both[0].url
 
 
-def test_a_teachers_log_probs_are_those_of_transformers(url: str, checkpoints: list[Path]) -> None:
+def test_a_teachers_log_probs_are_those_of_transformers(
+    url: str, checkpoint: Path, checkpoints: list[Path]
+) -> None:
     completions = rollout(url, SamplingParams(n=1, max_tokens=24, seed=6))
     words = f"--teacher.urls=['{url}'] --loss.kl-coef=1"
     config = load_config(REPO / "examples/make_sum/run.toml", words.split())
     table = torch.tensor([describe(one, 0) for one in completions], dtype=torch.float64)
     held = make_rollout(PROMPTS, 1, table, dict(enumerate(completions)))
-    scored = TeacherServers(config).score(held, lambda _: None)
+    servers = TeacherServers(config)
+    servers.check(load_tokenizer(checkpoint))
+    scored = servers.score(held, lambda _: None)
     for number, one in scored.items():
         wanted = scores(checkpoints[1], (*PROMPTS[number].token_ids, *one.token_ids), 1.0)[-24:]
         assert (torch.tensor(one.reference) - wanted).abs().mean() <= 1e-4

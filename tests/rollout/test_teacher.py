@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from fake_server import FakeServer, with_servers
 
+from launch import REPO
 from megatron_fspo.config import Config
-from megatron_fspo.errors import TrainingError
+from megatron_fspo.data.tokenizer import load_tokenizer
+from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.rollout.client.pool import Pool
 from megatron_fspo.trainer import teacher
 from megatron_fspo.trainer.rollout import Rollout, describe, make_rollout
@@ -89,3 +92,14 @@ async def test_servers_that_do_not_answer_or_refuse_end_the_run(
     fakes[0].kill()
     with pytest.raises(TrainingError, match=r"no answer for 0\.1 s \(vllm.recovery_seconds\)"):
         await scored(servers)
+
+
+@with_servers(2)
+async def test_every_server_decodes_as_the_policy(pool: Pool, fakes: list[FakeServer]) -> None:
+    tokenizer = load_tokenizer(REPO / "examples/make_sum/checkpoint")
+    right = str(tokenizer.decode(range(len(tokenizer))))
+    fakes[0].answers["/detokenize"] = {"prompt": f" {right}"}  # versions differ in spaces
+    for text, message in ((right, ""), (right[::-1], f"{fakes[1].url} has another vocabulary")):
+        fakes[1].answers["/detokenize"] = {"prompt": text}
+        with pytest.raises(InputError, match=message) if message else nullcontext():
+            await asyncio.to_thread(servers_of(fakes).check, tokenizer)

@@ -144,7 +144,7 @@ def test_in_a_run_it_gives_metrics_and_the_first_responses(tmp_path: Path) -> No
         with Grader(one.config.reward, max_response_tokens=MAX_TOKENS) as grader:
             began = time.monotonic()
             result = evaluate(one, engine, engine.groups, grader, done.append)
-            assert 1 <= time.monotonic() - began < 10
+            assert 1 <= time.monotonic() - began < RESPONSES - 1
     assert sum(done) == num_responses(one) == RESPONSES
     kept = [*((i, 0) for i in range(PROMPTS)), (5, 1), (6, 1), (5, 2)]
     assert [(row["prompt"], row["token_ids"], row["weight_version"]) for row in result.responses] == [

@@ -44,7 +44,7 @@ async def test_the_least_loaded_server_is_first(pool: Pool, fakes: list[FakeServ
     await pool.generate(requests(5))
     assert sorted(len(fake.arrived) for fake in fakes) == [2, 3]
     # A slow server gets less, because its requests stay open.
-    fakes[0].delay, fakes[1].delay = 0.1, 0.001
+    fakes[0].delay, fakes[1].delay = 0.5, 0.001
     await pool.generate(requests(60))
     assert len(fakes[0].arrived) * 3 < len(fakes[1].arrived)
 

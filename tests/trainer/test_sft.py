@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
-import subprocess
+import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,6 +20,7 @@ from launch import REPO, environment, forked, why
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.errors import InputError
 from megatron_fspo.lab.report.page import render_report
+from nodes import Nodes, environment_of_a_node, why_not
 from runs import PROGRAM, numbers, rows
 
 sys.path.insert(0, str(REPO / "examples/make_sum"))
@@ -123,15 +124,29 @@ def test_the_page_shows_the_loss(folder: Path) -> None:
     assert not {"reward", "clip_rate"} & json.loads(found[1]).keys()
 
 
-def test_killed_and_resumed_gives_the_same_bits(folder: Path) -> None:
+def test_killed_on_two_nodes_and_resumed_on_one_gives_the_same_bits(folder: Path, tmp_path: Path) -> None:
     layout = PARALLEL["data"].split()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    with subprocess.Popen([*launcher, *words(folder, "again", *layout)], env=environment()) as job:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    names = ["node-a", "node-b"]
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with Nodes(names, tmp_path / "hosts") as nodes:
+        where = ["--master-addr=node-a", "--master-port=29500"]
+        jobs = [
+            nodes.start(
+                name,
+                [*torchrun, *where, f"--node-rank={rank}", *words(folder, "again", *layout)],
+                env=environment_of_a_node(environment()),
+            )
+            for rank, name in enumerate(names)
+        ]
         while not (folder / "again/checkpoints/step_000002").exists():
-            assert job.poll() is None
+            assert not any(job.poll() for job in jobs)
             time.sleep(0.01)
-        for rank in psutil.Process(job.pid).children(recursive=True):
-            rank.kill()
+        for job in jobs:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+    assert not (folder / "again/hf").exists()
     train(folder, "again", *layout, "--resume")
     both = [list(map(numbers, rows(folder, run))) for run in ("again", "data")]
     assert both[0] == both[1]
