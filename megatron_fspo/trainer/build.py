@@ -89,9 +89,6 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         loss.load_state_dict(state["loss"])
     step, spikes = state["step"], state["spikes"]
     reference = _load_reference(inputs, groups)
-    teacher = TeacherServers(config) if config.teacher.urls and groups.is_replica_leader else None
-    if teacher:
-        teacher.check(inputs.tokenizer)
     engine = build_engine(inputs, policy, servers, *([reference] if reference else []))
     engine.update_weights(step)
     grader = make_grader(config, groups)
@@ -111,7 +108,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
             head=inputs.backend.head,
         ),
         layout=make_layout(config, inputs.arch, groups, inputs.backend),
-        teacher=teacher,
+        teacher=TeacherServers(inputs) if config.teacher.urls and groups.is_replica_leader else None,
         queue=RolloutQueue(inputs, engine, groups, grader, prompts, step),
         log=log,
         state=State(

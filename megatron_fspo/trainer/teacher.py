@@ -9,36 +9,32 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.job.remote import Loop, http_client
 from megatron_fspo.rollout.client.server import Refused, Server, ServerLost
 from megatron_fspo.rollout.common import MODEL, api_key
 from megatron_fspo.rollout.engine import Progress
+from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.types import Completion
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 _RETRY_SECONDS = 2.0
 
 
 class TeacherServers:
-    """The servers of ``teacher.urls``. Responses are spread over them; if one does not answer, the next is
-    asked, for ``vllm.recovery_seconds``."""
+    """Servers of ``teacher.urls``. Where one does not answer, the next is asked, for
+    ``vllm.recovery_seconds``."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, inputs: Inputs) -> None:
+        """Wait for the servers. Raises ``InputError`` if one decodes ids differently, spaces aside."""
+        config, tokenizer = inputs.config, inputs.tokenizer
         self._loop, self._http = Loop("teacher"), http_client()
         self._servers = [Server(url, self._http, api_key=api_key()) for url in config.teacher.urls]
         self._in_flight = config.vllm.in_flight * len(self._servers)
         self._limit = config.vllm.recovery_seconds
-
-    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Wait for the servers, and raise ``InputError`` if one decodes token ids to another text."""
         ids = sorted({round(i / 63 * (len(tokenizer) - 1)) for i in range(64)})
 
         async def decode(server: Server) -> tuple[str, str]:
@@ -47,17 +43,12 @@ class TeacherServers:
 
         for number in range(len(self._servers)):
             url, text = self._loop.run(self._ask(number, decode))
-            # Versions of tokenizers differ in the spaces that they clean up.
             if text.split() != str(tokenizer.decode(ids)).split():
                 raise InputError(f"teacher.urls: {url} has another vocabulary than model.checkpoint")
 
     def score(self, rollout: Rollout, progress: Progress) -> dict[int, Completion]:
-        """Return the responses that this rank holds, with the teacher's log-probs.
-
-        Raises:
-            TrainingError: no server answered for ``vllm.recovery_seconds``, or one refused a response, as it
-                does with a smaller vocabulary.
-        """
+        """Return this rank's responses with the teacher's log-probs. Raises ``TrainingError`` if no server
+        answers, or one refuses a response."""
         places = asyncio.Semaphore(self._in_flight)
 
         async def scored(number: int) -> Completion:

@@ -22,7 +22,7 @@ EXPERTS = (
 FAMILIES = (*DENSE, *EXPERTS)
 FEWER = (
     *("mistral", "phi3", "granite", "qwen2_moe", "glm4_moe", "moonlight", "gemma3_text", "olmo2"),
-    *("qwen3_yarn", "qwen3_next"),
+    *("olmo3", "qwen3_yarn", "qwen3_next", "moe_raw", "mixtral"),
 )
 
 # World size → name → layout; `fits` says which families.
@@ -49,8 +49,8 @@ LAYOUTS = fitting(
         ),
     }
 )
-# Layouts that score converted checkpoints, too. The largest world is enough, as it is the same code.
-CONVERTED = [] if ENGINE else list(LAYOUTS[max(LAYOUTS)])
+# Layouts that score converted checkpoints, too: every family is in one, and read in slices.
+CONVERTED = [] if ENGINE else ["tp2.sp", "ep2"]
 _MORE = {
     "tp4.sp": Parallel(tensor=4, sequence=True),
     "pp4": Parallel(pipeline=4),

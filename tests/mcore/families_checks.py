@@ -81,8 +81,8 @@ def run(checkpoints: Path, out: Path, world: int) -> None:
     if world == max(LAYOUTS):
         for number, (layout, parallel) in enumerate(CHECKPOINT_LAYOUTS.items()):
             fitting = [family for family in FAMILIES if fits(family, parallel)]
-            # The first layout saves every family; each other one takes every second, turn by turn.
-            for family in fitting if number == 0 else fitting[number % 2 :: 2]:
+            # The first layout saves every family; each other one takes every fourth, turn by turn.
+            for family in fitting if number == 0 else fitting[number % 4 :: 4]:
                 first = out / f"saved-{next(iter(CHECKPOINT_LAYOUTS))}-{family}"
                 saved = out / f"saved-{layout}-{family}"
                 to_load = checkpoints / f"{family}-megatron/torch_dist", first

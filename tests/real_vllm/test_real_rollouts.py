@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -58,9 +60,8 @@ def test_a_teachers_log_probs_are_those_of_transformers(
     config = load_config(REPO / "examples/make_sum/run.toml", words.split())
     table = torch.tensor([describe(one, 0) for one in completions], dtype=torch.float64)
     held = make_rollout(PROMPTS, 1, table, dict(enumerate(completions)))
-    servers = TeacherServers(config)
-    servers.check(load_tokenizer(checkpoint))
-    scored = servers.score(held, lambda _: None)
+    inputs: Any = SimpleNamespace(config=config, tokenizer=load_tokenizer(checkpoint))
+    scored = TeacherServers(inputs).score(held, lambda _: None)
     for number, one in scored.items():
         wanted = scores(checkpoints[1], (*PROMPTS[number].token_ids, *one.token_ids), 1.0)[-24:]
         assert (torch.tensor(one.reference) - wanted).abs().mean() <= 1e-4

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import nullcontext
+from itertools import zip_longest
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,9 @@ from megatron_fspo.trainer.rollout import Rollout, describe, make_rollout
 from megatron_fspo.types import Completion, Prompt
 
 pytestmark = pytest.mark.usefixtures("short_waits")
+
+TOKENIZER = load_tokenizer(REPO / "examples/make_sum/checkpoint")
+VOCABULARY = str(TOKENIZER.decode(range(len(TOKENIZER))))
 
 RESPONSES = [
     Completion(token_ids=[3, 4, 5], log_probs=[-1.0] * 3, finish_reason="stop", weight_version=0),
@@ -41,7 +45,10 @@ def rollout() -> Rollout:
     return make_rollout(prompts, 1, table, dict(enumerate(RESPONSES)))
 
 
-def servers_of(fakes: list[FakeServer], seconds: float = 600.0) -> teacher.TeacherServers:
+async def servers_of(fakes: list[FakeServer], *texts: str, seconds: float = 600.0) -> teacher.TeacherServers:
+    """Their client; ``texts`` are what they decode the whole vocabulary to, the policy's by default."""
+    for fake, text in zip_longest(fakes, texts):
+        fake.answers["/detokenize"] = {"prompt": text or VOCABULARY}
     given: Any = {
         "run": {"steps": 1},
         "model": {"checkpoint": Path("c")},
@@ -52,7 +59,8 @@ def servers_of(fakes: list[FakeServer], seconds: float = 600.0) -> teacher.Teach
         "teacher": {"urls": [fake.url for fake in fakes]},
         "vllm": {"recovery_seconds": seconds},
     }
-    return teacher.TeacherServers(Config.model_validate(given))
+    inputs: Any = SimpleNamespace(config=Config.model_validate(given), tokenizer=TOKENIZER)
+    return await asyncio.to_thread(teacher.TeacherServers, inputs)
 
 
 async def scored(servers: teacher.TeacherServers) -> tuple[dict[int, Completion], list[int]]:
@@ -62,7 +70,7 @@ async def scored(servers: teacher.TeacherServers) -> tuple[dict[int, Completion]
 
 @with_servers(2)
 async def test_every_token_is_scored_in_its_row(pool: Pool, fakes: list[FakeServer]) -> None:
-    responses, done = await scored(servers_of(fakes))
+    responses, done = await scored(await servers_of(fakes))
     assert [list(one.reference) for one in responses.values()] == [[-1.0] * 3, [-1.0, 0.0, -1.0, -1.0]]
     assert sum(done) == 2 and all(fake.bodies for fake in fakes)
     asked = [body["token_ids"] for fake in fakes for body in fake.bodies]
@@ -74,7 +82,7 @@ async def test_another_server_stands_in(
     pool: Pool, fakes: list[FakeServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(teacher, "_RETRY_SECONDS", 0.01)
-    servers = servers_of(fakes)
+    servers = await servers_of(fakes)
     fakes[1].kill()
     responses, _ = await scored(servers)
     assert all(len(one.reference) == len(one.token_ids) for one in responses.values())
@@ -85,7 +93,7 @@ async def test_servers_that_do_not_answer_or_refuse_end_the_run(
     pool: Pool, fakes: list[FakeServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(teacher, "_RETRY_SECONDS", 0.01)
-    servers = servers_of(fakes, seconds=0.1)
+    servers = await servers_of(fakes, seconds=0.1)
     fakes[0].key = "another"
     with pytest.raises(TrainingError, match=r"refused with 401.*vocabulary"):
         await scored(servers)
@@ -96,10 +104,6 @@ async def test_servers_that_do_not_answer_or_refuse_end_the_run(
 
 @with_servers(2)
 async def test_every_server_decodes_as_the_policy(pool: Pool, fakes: list[FakeServer]) -> None:
-    tokenizer = load_tokenizer(REPO / "examples/make_sum/checkpoint")
-    right = str(tokenizer.decode(range(len(tokenizer))))
-    fakes[0].answers["/detokenize"] = {"prompt": f" {right}"}  # versions differ in spaces
-    for text, message in ((right, ""), (right[::-1], f"{fakes[1].url} has another vocabulary")):
-        fakes[1].answers["/detokenize"] = {"prompt": text}
-        with pytest.raises(InputError, match=message) if message else nullcontext():
-            await asyncio.to_thread(servers_of(fakes).check, tokenizer)
+    await servers_of(fakes, f" {VOCABULARY}")  # versions differ in spaces
+    with pytest.raises(InputError, match=f"{fakes[1].url} has another vocabulary"):
+        await servers_of(fakes, VOCABULARY, VOCABULARY[::-1])

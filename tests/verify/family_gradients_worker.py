@@ -1,6 +1,7 @@
 """On every rank: gradients of models that transformers computes for ``verify``, and faults in them.
 
 family_gradients_worker.py OUT
+family_gradients_worker.py OUT FAMILY...    # by hand: every layout that fits the ranks
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megatron_fspo.mcore.model.router import PolicyRouter
 from megatron_fspo.mcore.model.self_attention import Ropes
 from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import TEMPERATURE, cases, make_routes, make_samples, narrow, random_weights
-from megatron_fspo.verify.layouts import choose_model, parse_layout
+from megatron_fspo.verify.layouts import all_layouts, choose_model, parse_layout
 from megatron_fspo.verify.production import build
 from megatron_fspo.verify.run import check_cases, references
 from megatron_fspo.weights import Architecture, read_architecture
@@ -207,22 +208,32 @@ def results(family: str, name: str, patch: Patch, dtype: torch.dtype = torch.flo
     ]
 
 
-def main() -> None:
+def main(out: Path, families: list[str]) -> None:
     join(BACKEND)
+    size = dist.get_world_size()
+    chosen = {
+        family: [
+            layout.name
+            for layout in all_layouts(model_of(family), world_size=size)
+            if not layout.parallel.distributed_optimizer  # which has no float64
+        ]
+        for family in families
+    }
     found = {
         f"{family} {layout}": results(family, layout, nullcontext())
-        for family, layouts in LAYOUTS.items()
+        for family, layouts in (chosen or LAYOUTS).items()
         for layout in layouts
     }
-    for fault, (family, layout, owner, name, replacement) in FAULTS.items():
+    for fault, (family, layout, owner, name, replacement) in FAULTS.items() if not families else ():
         found[fault] = results(family, layout, wrap(owner, name, replacement))
-    for layout in NORMS:
+    for layout in NORMS if not families else ():
         found[f"norm {layout}"] = results("gpt_oss", layout, nullcontext(), torch.float32)
-    found["norm of unmarked sinks"] = results("gpt_oss", "moe.tp2.sp", UNMARKED, torch.float32)
+    if not families:
+        found["norm of unmarked sinks"] = results("gpt_oss", "moe.tp2.sp", UNMARKED, torch.float32)
     if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(found, indent=1), encoding="utf-8")
+        out.write_text(json.dumps(found, indent=1), encoding="utf-8")
     stop()
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]), sys.argv[2:])
