@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks import (
     against_trl,
     async_rollouts,
+    cold_start,
     convert,
     cosine,
     cpu_products,
@@ -76,6 +77,7 @@ def read(name: str) -> Any:
             lambda results: against_trl.table(results, "update", "plain torch"),
         ),
         "async_rollouts": (async_rollouts.table,),
+        "cold_start": (cold_start.table,),
         "convert": (convert.table,),
         "cosine": (cosine.table,),
         "decoding": (decoding.table,),
@@ -95,7 +97,7 @@ def read(name: str) -> Any:
 )
 def test_the_page_shows_what_was_measured(name: str, shown: Sequence[Callable[[Any], str]]) -> None:
     pages = {"rewards": "rewards.md", "cosine": "when_it_matters.md", "regimes": "when_it_matters.md"}
-    pages["hybrid"] = "adding_a_model.md"
+    pages |= {"hybrid": "adding_a_model.md", "cold_start": "real_model.md"}
     report, text = read(name), (REPO / "docs" / pages.get(name, "performance.md")).read_text(encoding="utf-8")
     assert report.get("command", "") in text
     assert all(table(report) in text for table in shown)
