@@ -38,6 +38,8 @@ from benchmarks import (
     triton_head,
 )
 from launch import REPO, environment, python
+from megatron_fspo.config import Config
+from megatron_fspo.config.loading import load_config
 from megatron_fspo.lab.sweep.file import Sweep, read_sweep
 
 RESULTS = REPO / "benchmarks/results"
@@ -122,6 +124,20 @@ def test_figures_are_of_the_settings_that_are_there() -> None:
             kept["arms"]["drift"]["loss"]["drift"] = "auto"  # k3, which was removed after its runs
         assert Sweep.model_validate(kept) == sweep
     assert read("long_responses")["run"] == tomllib.loads(long_responses.CONFIG.read_text(encoding="utf-8"))
+
+
+def test_phases_from_a_cold_start_are_what_the_page_says() -> None:
+    def config_of(name: str, *words: str) -> Config:
+        configs, *_ = cold_start.PHASES[name]
+        return load_config([cold_start.EXAMPLE / config for config in configs], words)
+
+    sft, fspo = config_of("sft"), config_of("fspo")
+    distil = config_of("distil", "--teacher.checkpoint", "teacher")
+    assert (
+        sft.supervised and not fspo.supervised and sft.run.steps == fspo.run.steps == distil.run.steps == 16
+    )
+    assert (fspo.loss.kl_coef, fspo.reward.weight) == (0, 1)
+    assert (distil.loss.kl_coef, distil.reward.weight) == (1, 0), "the teacher alone"
 
 
 @pytest.mark.slow
