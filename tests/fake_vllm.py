@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,10 +125,17 @@ class Serve:
         return psutil.Process(self.process.pid).children(recursive=True) if alive else []
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port(count: int = 1) -> int:
+    """The first of so many in a row."""
+    while True:
+        with ExitStack() as stack:
+            probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+            probes[0].bind(("127.0.0.1", 0))
+            first: int = probes[0].getsockname()[1]
+            with suppress(OSError):
+                for number, probe in enumerate(probes[1:], 1):
+                    probe.bind(("127.0.0.1", first + number))
+                return first
 
 
 def is_running(pid: int) -> bool:

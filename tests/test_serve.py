@@ -398,7 +398,7 @@ def test_several_servers_announce_themselves_and_end_together(
     fake: FakeVLLM, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    port, folder = free_port(), tmp_path / "servers"
+    port, folder = free_port(2), tmp_path / "servers"
     words = ["--gpus", "4,5", "--port", str(port), "--announce", str(folder)]
     words += ["--host", "0.0.0.0", "--anyone-may-run-code"]
     command = [sys.executable, "-m", "megatron_fspo", "serve", "--model", str(model), *words]
