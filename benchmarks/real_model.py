@@ -30,6 +30,8 @@ def main() -> None:
     found = {seed: figures(seed) for seed in args.seeds}
     args.out.write_text(json.dumps({"machine": cpu(), "runs": found}, indent=1) + "\n", encoding="utf-8")
     print(table(found))
+    if all("-" in run for run in found):
+        print(gains_table(found))
     print(steps_table(found))
     print(clip_table(found))
     responses = args.out.with_name(f"{args.out.stem}_responses.md")
@@ -107,6 +109,16 @@ def table(found: dict[str, Any]) -> str:
             ]
         )
     return markdown(["seed", "accuracy", "paired difference", *sets, "tokens", "truncated"], rows)
+
+
+def gains_table(found: dict[str, Any]) -> str:
+    """Gains × 100 of runs that are called by arm and seed, such as ``lora-1``."""
+    arms: dict[str, list[str]] = {}
+    for run, one in found.items():
+        gain = one["difference"][AVERAGE]["mean"]["value"]
+        arms.setdefault(f"`{run.rpartition('-')[0]}`", []).append(f"{100 * gain:.1f}")
+    seeds = list(dict.fromkeys(run.rpartition("-")[2] for run in found))
+    return markdown(["gain of seed", *seeds], [[arm, *gains] for arm, gains in arms.items()])
 
 
 def steps_table(found: dict[str, Any]) -> str:

@@ -32,4 +32,4 @@ def test_the_page_has_the_figures_of_the_results() -> None:
     assert real_model.steps_table(results["runs"]) in page
     assert real_model.clip_table(results["runs"]) in page
     adapters = json.loads((REPO / "benchmarks/results/real_model_lora.json").read_text(encoding="utf-8"))
-    assert real_model.table(adapters["runs"]) in page
+    assert real_model.gains_table(adapters["runs"]) in page
