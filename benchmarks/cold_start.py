@@ -74,12 +74,15 @@ def chain(folder: Path, base: Path, seed: int, words: list[str]) -> dict[str, An
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """Lines for docs/real_model.md: accuracy × 100 after every phase, and what FSPO gains over SFT."""
-    rows = []
+    """Lines for docs/real_model.md: accuracy × 100 after every phase, what FSPO gains over SFT, and the
+    share of its teacher's gain that the distilled model has."""
+    rows, first = [], found["before"][AVERAGE]["mean"]["value"]
     for seed, phases in found["runs"].items():
         sft, fspo, distil = (interval(one["after"][AVERAGE]["mean"]) for one in phases.values())
-        rows.append([seed, sft, fspo, f"**{interval(phases['fspo']['gain'], '+')}**", distil])
-    return markdown(["seed", "SFT", "FSPO", "its gain", "distilled"], rows)
+        teacher = phases["fspo"]["after"][AVERAGE]["mean"]["value"] - first
+        share = f"{phases['distil']['gain']['value'] / teacher:.0%}"
+        rows.append([seed, sft, fspo, f"**{interval(phases['fspo']['gain'], '+')}**", distil, share])
+    return markdown(["seed", "SFT", "FSPO", "its gain", "distilled", "of teacher's gain"], rows)
 
 
 def main() -> None:

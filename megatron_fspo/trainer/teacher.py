@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.job.remote import Loop, http_client
@@ -37,14 +37,16 @@ class TeacherServers:
         self._limit = config.vllm.recovery_seconds
         ids = sorted({round(i / 63 * (len(tokenizer) - 1)) for i in range(64)})
 
-        async def decode(server: Server) -> tuple[str, str]:
-            answer: Any = await server.post("detokenize", {"model": MODEL, "tokens": ids}, attempts=3)
-            return server.url, answer["prompt"]
+        async def decode(server: Server) -> str:
+            answer = await server.post("detokenize", {"model": MODEL, "tokens": ids}, attempts=3)
+            if isinstance(answer, dict) and isinstance(text := answer.get("prompt"), str):
+                return text
+            raise server.bad_answer("detokenize", answer, "has no prompt")
 
-        for number in range(len(self._servers)):
-            url, text = self._loop.run(self._ask(number, decode))
+        for server in self._servers:
+            text = self._loop.run(self._ask([server], 0, decode))
             if text.split() != str(tokenizer.decode(ids)).split():
-                raise InputError(f"teacher.urls: {url} has another vocabulary than model.checkpoint")
+                raise InputError(f"teacher.urls: {server.url} has another vocabulary than model.checkpoint")
 
     def score(self, rollout: Rollout, progress: Progress) -> dict[int, Completion]:
         """Return this rank's responses with the teacher's log-probs. Raises ``TrainingError`` if no server
@@ -58,7 +60,8 @@ class TeacherServers:
             values: list[float] = []
             for start, end in pairwise(ends):  # nothing is known of a row's first token, which is context
                 async with places:
-                    values += [0.0, *await self._ask(number, partial(Server.score, token_ids=ids[start:end]))]
+                    ask = partial(Server.score, token_ids=ids[start:end])
+                    values += [0.0, *await self._ask(self._servers, number, ask)]
             progress(1)
             return replace(response, reference=array("f", values[len(prompt.token_ids) :]))
 
@@ -67,12 +70,11 @@ class TeacherServers:
 
         return dict(zip(rollout.held, self._loop.run(every()), strict=True))
 
-    async def _ask(self, number: int, ask: Callable[[Server], Awaitable[T]]) -> T:
+    async def _ask(self, servers: Sequence[Server], number: int, ask: Callable[[Server], Awaitable[T]]) -> T:
         too_late = time.monotonic() + self._limit
         while True:
-            server = self._servers[number % len(self._servers)]
             try:
-                return await ask(server)
+                return await ask(servers[number % len(servers)])
             except ServerLost as error:
                 if time.monotonic() > too_late:
                     raise TrainingError(

@@ -49,6 +49,10 @@ async def servers_of(fakes: list[FakeServer], *texts: str, seconds: float = 600.
     """Their client; ``texts`` are what they decode the whole vocabulary to, the policy's by default."""
     for fake, text in zip_longest(fakes, texts):
         fake.answers["/detokenize"] = {"prompt": text or VOCABULARY}
+    return await client_of(fakes, seconds)
+
+
+async def client_of(fakes: list[FakeServer], seconds: float = 600.0) -> teacher.TeacherServers:
     given: Any = {
         "run": {"steps": 1},
         "model": {"checkpoint": Path("c")},
@@ -103,7 +107,16 @@ async def test_servers_that_do_not_answer_or_refuse_end_the_run(
 
 
 @with_servers(2)
-async def test_every_server_decodes_as_the_policy(pool: Pool, fakes: list[FakeServer]) -> None:
+async def test_every_server_decodes_as_the_policy(
+    pool: Pool, fakes: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teacher, "_RETRY_SECONDS", 0.01)
     await servers_of(fakes, f" {VOCABULARY}")  # versions differ in spaces
     with pytest.raises(InputError, match=f"{fakes[1].url} has another vocabulary"):
         await servers_of(fakes, VOCABULARY, VOCABULARY[::-1])
+    fakes[1].kill()
+    with pytest.raises(TrainingError, match=f"{fakes[1].url}.*no answer for 0.1 s"):
+        await servers_of(fakes, seconds=0.1)  # nobody stands in for a server that is not checked
+    fakes[0].answers["/detokenize"] = ["prompt"]
+    with pytest.raises(TrainingError, match="has no prompt"):
+        await client_of(fakes[:1])

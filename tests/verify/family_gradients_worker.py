@@ -224,11 +224,11 @@ def main(out: Path, families: list[str]) -> None:
         for family, layouts in (chosen or LAYOUTS).items()
         for layout in layouts
     }
-    for fault, (family, layout, owner, name, replacement) in FAULTS.items() if not families else ():
-        found[fault] = results(family, layout, wrap(owner, name, replacement))
-    for layout in NORMS if not families else ():
-        found[f"norm {layout}"] = results("gpt_oss", layout, nullcontext(), torch.float32)
     if not families:
+        for fault, (family, layout, owner, name, replacement) in FAULTS.items():
+            found[fault] = results(family, layout, wrap(owner, name, replacement))
+        for layout in NORMS:
+            found[f"norm {layout}"] = results("gpt_oss", layout, nullcontext(), torch.float32)
         found["norm of unmarked sinks"] = results("gpt_oss", "moe.tp2.sp", UNMARKED, torch.float32)
     if dist.get_rank() == 0:
         out.write_text(json.dumps(found, indent=1), encoding="utf-8")
