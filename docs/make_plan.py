@@ -144,7 +144,7 @@ first in its issue 959); `PUBLISHED` in `docs/make_plan.py` plans them:
 |---|---|---|---|---|
 {published}
 
-Use them to compare layouts; the mixture's is a third too short.
+Use them to compare layouts.
 
 ## Qwen3-32B and Qwen3-235B-A22B
 
