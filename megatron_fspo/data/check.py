@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -65,6 +66,7 @@ def examine(
     tokenizer: PreTrainedTokenizerBase | None,
     max_prompt_tokens: int,
     stops: Sequence[int] = (),
+    max_response_tokens: float = math.inf,
 ) -> FileCheck:
     """Read the whole file, continuing after invalid rows. Raises ``InputError`` if the file cannot be read,
     holds no rows, or none of its prompts can be rendered. ``stops`` are the ids that end a response."""
@@ -74,6 +76,7 @@ def examine(
     seen = Seen()
     for row in read_rows(source.file, (source.prompt_key, *filter(None, [source.answer_key]))):
         checked.rows += 1
+        response = None
         try:
             task = read_row(row, source)
             novelty = seen.add(task)
@@ -90,7 +93,7 @@ def examine(
                 text = _shown(task, source)
                 length = len(text)
             else:
-                text, ids, _ = encode_row(task, source, tokenizer, stops)
+                text, ids, response = encode_row(task, source, tokenizer, stops)
                 length = len(ids)
         except InputError as error:
             checked.broken.append(str(error))
@@ -102,8 +105,16 @@ def examine(
             checked.too_long.append(
                 f"{row.location}: {length} tokens, max_prompt_tokens is {max_prompt_tokens}"
             )
+        shown = f"answer {task.answer[:200]!r}"
+        if tokenizer is not None and response is not None:
+            shown = f"response {str(tokenizer.decode(response.token_ids))[:200]!r}"
+            if (size := len(response.token_ids)) > max_response_tokens:
+                checked.too_long.append(
+                    f"{row.location}: the response has {size} tokens, rollout.max_response_tokens is "
+                    f"{max_response_tokens}"
+                )
         if len(checked.rendered) < SHOWN:
-            checked.rendered.append(f"{row.location}, answer {task.answer[:200]!r}\n{text}")
+            checked.rendered.append(f"{row.location}, {shown}\n{text}")
     if not checked.rows:
         raise InputError(f"{source.file}: holds no prompts")
     return checked

@@ -179,6 +179,7 @@ def digest_prompts(prompts: Sequence[Prompt]) -> str:
         digest.update(json.dumps([prompt.text, prompt.answer]).encode())
         if prompt.demonstration is not None:
             digest.update(bytes(memoryview(array("i", prompt.demonstration.token_ids))))
+            digest.update(bytes(prompt.demonstration.loss_mask))
     return digest.hexdigest()
 
 

@@ -73,6 +73,8 @@ def encode_row(
             end = stop
     if runs and not runs[-1][1]:
         runs.pop()  # nothing after the last turn is learned
+    if runs and not {*runs[-1][0]} & {*stops}:
+        task.row.fail("{% generation %} of the chat template has no stop token: nobody would learn to stop")
     if len(runs) < 2 or runs[0][1] or not runs[0][0]:
         task.row.fail("the rendered conversation has no prompt before a turn of the assistant")
     (prompt_ids, _), *others = runs
@@ -103,6 +105,8 @@ def _read_demonstration(row: Row, source: Source) -> Task:
         given = find_value(row, fields, source.answer_key)
         response = [{"role": "assistant", "content": given}] if isinstance(given, str) else given
         messages = [*messages, *read_messages(row, response, source.answer_key)]
+    if not source.chat_template and any(m["role"] == "system" or m.get("tool_calls") for m in messages):
+        row.fail("a message of the system, and calls of tools, need chat_template = true")
     if messages[-1]["role"] != "assistant":
         row.fail(f"the conversation ends with a message of {messages[-1]['role']}, not of the assistant")
     for number, message in enumerate(messages, 1):

@@ -36,7 +36,10 @@ def from_hub(config: Config) -> Config:
     """Replace names of models and data sets by paths in the Hub's local cache, whose folders are named by
     revision. Raises ``InputError`` if one is neither cached nor can be fetched."""
     model = config.model.model_copy(update={"checkpoint": find_checkpoint(config.model.checkpoint)})
-    return config.model_copy(update={"model": model, "data": find_data(config.data)})
+    teacher = config.teacher
+    if teacher.checkpoint:
+        teacher = teacher.model_copy(update={"checkpoint": find_checkpoint(teacher.checkpoint)})
+    return config.model_copy(update={"model": model, "teacher": teacher, "data": find_data(config.data)})
 
 
 def find_data(data: Data) -> Data:

@@ -226,12 +226,16 @@ def read_messages(row: Row, prompt: Any, key: str) -> list[dict[str, Any]]:
         with suppress(ValueError, RecursionError):  # as Arrow files keep messages with different keys
             told = json.loads(prompt)
             prompt = told if all("role" in message and "content" in message for message in told) else prompt
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    rows = [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
+    # OpenAI's messages that only call tools have null.
+    messages = [
+        one | {"content": ""} if one.get("content") is None and one.get("tool_calls") else one for one in rows
+    ]
     if not (
-        isinstance(messages, list)
-        and messages
-        and all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages)
-        and all(isinstance(message.get("content"), str) for message in messages)
+        messages
+        and len(messages) == len(given)
+        and all(isinstance(message.get(key), str) for message in messages for key in ("role", "content"))
     ):
         held = json.dumps(prompt)[:80] if isinstance(prompt, list) else kind(prompt)
         row.fail(

@@ -283,14 +283,14 @@ class FSPOState(LossState):
         loss = loss.with_band(drift=0.0)
         if on_policy:
             return loss
-        drift, variance = 0.0, 0.0
-        if self._noise is not None and self._noise.of_sampler:
-            drift, variance = self._noise.drift, self._noise.spread**2
+        noise = self._noise if self._noise is not None and self._noise.of_sampler else None
+        drift, variance = (0.0, 0.0) if noise is None else (noise.drift, noise.spread**2)
+        length, a = float(self._seen or self._longest), loss.band().exponent
         # Not one rollout: Adam's first updates can be ten times as large as later ones.
         if known := [step for step, spreads in self._spreads.items() if step <= update and len(spreads) > 1]:
-            sigma = min(median_low(self._spreads[max(known)]), (loss.c_low + loss.c_high) / 2)
+            most = (loss.c_low + loss.c_high) / 2 * length ** max(a - 0.5, 0.0)  # in nats / sqrt(token)
+            sigma = min(median_low(self._spreads[max(known)]), most)
             drift -= max(sigma**2 - variance, 0.0) / 2
-        length = float(self._seen or self._longest)
         low, high = loss.band().bounds(torch.tensor([length], dtype=torch.float64))
         matters = abs(drift) * length > LEAST_DRIFT * min(-low.item(), high.item())
         return loss.with_band(drift=drift) if matters else loss
@@ -345,9 +345,9 @@ class FSPOState(LossState):
 
     def width_warnings(self, metrics: Mapping[str, float], *, warm: bool) -> dict[str, str]:
         names = ("fspo/c_low", "fspo/c_high", "fspo/sigma_hat", "actor/pg_clipfrac")
-        if not warm or not all(name in metrics for name in names) or not metrics["fspo/sigma_hat"] > 0:
+        c_low, c_high, sigma, clipped = (metrics.get(name, math.nan) for name in names)
+        if not (warm and c_low + c_high > 0 and sigma > 0 and clipped >= 0):
             return {}
-        c_low, c_high, sigma, clipped = (metrics[name] for name in names)
         c = (c_low + c_high) / 2
         if self._recent and abs(math.log(c / self._recent[-1][0])) > math.log(FASTEST) + 1e-6:
             self._recent.clear()  # not c that follows, but another one

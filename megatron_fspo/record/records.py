@@ -189,7 +189,7 @@ def clip_metrics(
     lre = error(~outside, lengths, clusters=prompts)
     signed = error(~clipped, decided_lengths, clusters=asked)
     signs, updates = [1 + (r.advantage > 0) for r in decided], [r.update for r in decided]
-    count = len(records)
+    count = len(decided) or math.nan
     metrics = {
         "actor/pg_clipfrac": sum(r.clipped_low + r.clipped_high for r in records) / count,
         "fspo/clip_low": sum(r.clipped_low for r in records) / count,

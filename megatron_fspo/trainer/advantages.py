@@ -84,7 +84,7 @@ def check_variance(sampled: Rollout, inputs: Inputs, groups: ParallelGroups, log
     The usual cause is the reward function: if it expects the bare answer but the policy explains it, all
     rewards are 0. ``sampled`` includes the responses that dynamic sampling dropped.
     """
-    if sampled.has_variance.any() or inputs.config.loss.kl_coef:  # which a teacher may be for
+    if sampled.has_variance.any() or inputs.config.teacher.in_use:  # which gives a gradient of its own
         return
     count = 1 + agreed(log.zero_variance_steps(), groups)
     options = inputs.config.reward

@@ -78,11 +78,10 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         fp8=config.fp8,
     )
     longest, rollouts = config.rollout.max_response_tokens, config.rollouts_after_warmup
-    updates = config.off_policy_updates
+    updates, size, base = config.off_policy_updates, config.rollout.prompts, _base(inputs)
     loss = config.loss.start(inputs.noise, longest=longest, updates=updates, rollouts=rollouts)
     sets, rows = mixture(inputs.train, config.data), digest_prompts(inputs.train)
-    size, shuffle, base = config.rollout.prompts, config.data.shuffle, _base(inputs)
-    prompts = PromptCursor(sets, config.run.seed, size=size, shuffle=shuffle, rows=rows)
+    prompts = PromptCursor(sets, config.run.seed, size=size, shuffle=config.data.shuffle, rows=rows)
     state, damaged = _load(inputs, policy, base, checkpoints, older=older)
     if checkpoints:
         prompts.load_state_dict(state["cursor"])
@@ -91,6 +90,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
     reference = _load_reference(inputs, groups)
     engine = build_engine(inputs, policy, servers, *([reference] if reference else []))
     engine.update_weights(step)
+    teacher = TeacherServers(inputs) if config.teacher.urls and groups.is_replica_leader else None
     grader = make_grader(config, groups)
     log = _open_folder(inputs, step if checkpoints else None, checkpoints, damaged)
     groups.control.barrier("the first rank to open the records of the run")
@@ -108,7 +108,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
             head=inputs.backend.head,
         ),
         layout=make_layout(config, inputs.arch, groups, inputs.backend),
-        teacher=TeacherServers(inputs) if config.teacher.urls and groups.is_replica_leader else None,
+        teacher=teacher,
         queue=RolloutQueue(inputs, engine, groups, grader, prompts, step),
         log=log,
         state=State(

@@ -261,10 +261,12 @@ def check_run(config: Config, *, world_size: int, resume: Resume, here: bool) ->
     inputs = attempt(lambda: prepare(config, world_size=world_size, elsewhere=elsewhere))
     attempt(lambda: checkpoints_to_resume(config, resume))
     attempt(lambda: check_writable(config.run_folder, probe=True))
-    asked = config.rollout.engine == "vllm"
-    absent = (
-        attempt(lambda: asyncio.run(absent_servers(config.vllm, make_needs(config))) if asked else []) or []
-    )
+    absent: list[str] = []
+    if config.rollout.engine == "vllm":
+        # Servers may still load; errors that are known need no wait.
+        seconds = config.vllm.recovery_seconds if here and inputs else 0.0
+        servers = absent_servers(config.vllm, make_needs(config), seconds=seconds)
+        absent = attempt(lambda: asyncio.run(servers)) or []
     attempt.wrong(*(absent if here else ()))
     attempt.end()
     assert inputs

@@ -22,6 +22,7 @@ from megatron_fspo.types import Completion
 
 T = TypeVar("T")
 _RETRY_SECONDS = 2.0
+_SCORE_SECONDS = 1800.0  # a request waits in the server behind those of all ranks
 
 
 class TeacherServers:
@@ -60,7 +61,7 @@ class TeacherServers:
             values: list[float] = []
             for start, end in pairwise(ends):  # nothing is known of a row's first token, which is context
                 async with places:
-                    ask = partial(Server.score, token_ids=ids[start:end])
+                    ask = partial(Server.score, token_ids=ids[start:end], timeout=_SCORE_SECONDS)
                     values += [0.0, *await self._ask(self._servers, number, ask)]
             progress(1)
             return replace(response, reference=array("f", values[len(prompt.token_ids) :]))

@@ -112,6 +112,23 @@ def test_parquet(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert one["rendered"][0] == f"{path}: row 1, answer '2'\n<user> What is 1 + 1?"
 
 
+def test_responses_of_a_supervised_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Shown, and as long as the run would allow."""
+    rows = [{"prompt": "^17=", "completion": text} for text in ("5", "5555")]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = [
+        "[run]\nsteps = 1\n[model]",
+        f"checkpoint = '{REPO}/examples/make_sum/checkpoint'\n[loss]\nname = 'sft'\n[data]",
+        f"train = '{tmp_path}/x.jsonl'\npreset = 'completion'\n[rollout]\nprompts = 1",
+        "max_response_tokens = 4",
+    ]
+    (tmp_path / "run.toml").write_text("\n".join(run))
+    status, one = found(capsys, "--config", tmp_path / "run.toml")
+    named = f"{tmp_path}/x.jsonl:2: the response has 5 tokens, rollout.max_response_tokens is 4"
+    assert (status, one["too_long"]) == (1, {"count": 1, "first": [named]})
+    assert "response '5" in one["rendered"][0]
+
+
 def test_a_file_of_broken_rows_is_no_good(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text("[]\n" * 5)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,10 @@ DROPPING = (
     "{% for m in messages[-2:] %}<{{ m.role }}>{{ m.content }}~{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
 
 
 def load(
@@ -143,6 +149,9 @@ def test_prompts_and_completions_without_a_template(
         (talk("a", "(x)b", "c", "d"), THINKING, "message 2, of the assistant, is not between its prompt"),
         (talk("a", "b"), "{% generation %}{% endgeneration %}c", "no prompt before a turn"),
         (talk("a", "b" * 600), TURNS, "rollout.max_response_tokens is 500"),
+        (talk("a", "b"), MARKED.replace("}}~{% endg", "}}{% endg"), "has no stop token"),
+        ({"prompt": [SYSTEM, {"role": "user", "content": "a"}], "completion": "b"}, None, "chat_template"),
+        ({"prompt": "a", "completion": [CALLING | {"content": "b"}]}, None, "chat_template"),
     ],
 )
 def test_rows_that_are_refused_in_one_line(
@@ -151,6 +160,17 @@ def test_rows_that_are_refused_in_one_line(
     with pytest.raises(InputError, match=r"^.*talks\.jsonl:1: [^\n]*$") as error:
         load(tmp_path, tokenizer, row, template=template)
     assert named in str(error.value)
+
+
+def test_a_message_that_only_calls_a_tool(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """OpenAI's has null for its content."""
+    row = {"messages": [*talk("a")["messages"], CALLING, *talk("c", "d")["messages"]]}
+    template = TURNS.replace(
+        "{{ m.content }}", "{{ m.content }}{{ m.tool_calls[0].function.name if m.tool_calls is defined }}"
+    )
+    assert learned(load(tmp_path, tokenizer, row, template=template)) == [
+        ("<user>a~<assistant>", "add~<user>c~<assistant>d~", "add~...................d~")
+    ]
 
 
 def test_long_responses_can_be_dropped(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -164,3 +184,10 @@ def test_the_digest_of_the_data_changes_with_a_response(
 ) -> None:
     digests = {digest_prompts(load(tmp_path, tokenizer, talk("a", word)).prompts) for word in ("b", "c", "b")}
     assert len(digests) == 2
+
+
+def test_the_digest_changes_with_the_mask(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (prompt,) = load(tmp_path, tokenizer, talk("a", "b")).prompts
+    assert prompt.demonstration is not None
+    masked = replace(prompt.demonstration, loss_mask=array("b", [0, 1]))
+    assert digest_prompts([replace(prompt, demonstration=masked)]) != digest_prompts([prompt])

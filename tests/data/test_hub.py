@@ -49,13 +49,15 @@ def run(checkpoint: str, train: str, validation: str) -> Config:
 
 def test_names_are_fetched_once_and_pinned(cache: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run("org/tiny", "gsm8k", "openai/gsm8k")
+    teacher = config.teacher.model_copy(update={"checkpoint": Path("org/tiny")})
+    config = config.model_copy(update={"teacher": teacher})
     with hub({"org/tiny": MODEL}, {"openai/gsm8k": data}) as (address, asked):
         use(monkeypatch, address)
         found = from_hub(config)
         assert from_hub(config) == found
         first = len(asked)
         assert from_hub(config) == found and len(asked) == first
-    assert found.model.checkpoint.name == SHA
+    assert found.model.checkpoint.name == SHA and found.teacher.checkpoint == found.model.checkpoint
     assert {p.name for p in MODEL.glob("*.json")} <= {p.name for p in found.model.checkpoint.iterdir()}
     (train,), (validation,) = found.data.train_sets, found.data.validation_sets
     assert (train.preset, train.title, train.file.name) == ("gsm8k", "gsm8k", "train-0.jsonl")

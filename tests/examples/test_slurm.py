@@ -32,11 +32,13 @@ if [ "$1" = show ]; then exec printf 'n%s\\n' $(seq "$SLURM_JOB_NUM_NODES"); fi
 echo "scontrol $*" >> "$CALLS"
 """
 TIMEOUT = "#!/bin/bash\n[ -e $CALLS.silent ] || echo HTTP/1.0 200 OK\n"  # `ready` asks by it
+SQUEUE = '#!/bin/bash\necho "${LIMIT:-24:00:00}"\n'
 SCANCEL = '#!/bin/bash\necho "scancel $*" >> "$CALLS"; rm -f "$CALLS.wait"\n'
 
 
 def start(folder: Path, nodes: int, status: int = 0, **given: str) -> subprocess.Popen[str]:
-    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL, "timeout": TIMEOUT}.items():
+    programs = {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL, "squeue": SQUEUE, "timeout": TIMEOUT}
+    for name, text in programs.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     env = {"PATH": f"{folder}:{os.environ['PATH']}", "CALLS": str(folder / "calls"), "STATUS": str(status)}
@@ -81,6 +83,27 @@ def test_other_verbs_are_no_runs_to_go_on_with(verb: str, words: str, tmp_path: 
 def test_a_verb_that_is_none(tmp_path: Path) -> None:
     assert start(tmp_path, 1, VERB="fly").wait(30) == 2
     assert (tmp_path / "err").read_text() == "VERB=fly: must be train, trial or verify\n"
+
+
+@pytest.mark.parametrize(("limit", "status"), [("30:00", 2), ("5:00", 2), ("31:00", 0), ("1:30:00", 0)])
+def test_a_limit_that_has_no_time_before_the_signal(limit: str, status: int, tmp_path: Path) -> None:
+    """It would come at once, be answered by a requeue, and so on for ever."""
+    assert start(tmp_path, 1, LIMIT=limit).wait(30) == status
+    assert (tmp_path / "err").read_text().startswith("--time: the job's limit is" if status else "")
+    assert start(tmp_path, 1, LIMIT=limit, VERB="verify").wait(30) == 0
+
+
+def test_a_trial_goes_on_at_the_signal_and_is_not_requeued(tmp_path: Path) -> None:
+    (tmp_path / "calls.wait").touch()
+    job = start(tmp_path, 1, status=143, VERB="trial")
+    while not (tmp_path / "calls.trains").exists():
+        time.sleep(0.05)
+    job.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert job.poll() is None
+    (tmp_path / "calls.wait").unlink()
+    assert job.wait(30) == 143
+    assert not any("requeue" in call for call in (tmp_path / "calls").read_text().splitlines())
 
 
 def test_in_a_container(tmp_path: Path) -> None:

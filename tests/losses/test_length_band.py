@@ -46,6 +46,14 @@ def sides(state: FSPOState, sigma: float, longest: int) -> tuple[Tensor, Tensor]
     return bins[sums < low].bincount(minlength=8) / counts, bins[sums > high].bincount(minlength=8) / counts
 
 
+@pytest.mark.parametrize("exponent", [0.6, 0.7, 1.0])
+def test_the_centre_of_a_band_with_another_exponent(exponent: float) -> None:
+    """It is limited in σ's unit, nats per √token, not in that of c, which is smaller by L^(exponent − ½)."""
+    half, other = (trained(FSPOLoss(exponent=a), 0.022, 8000).metrics() for a in (0.5, exponent))
+    assert other["fspo/c_low"] < half["fspo/c_low"] / 1.5
+    assert other["fspo/drift"] == pytest.approx(half["fspo/drift"], rel=0.1) and half["fspo/drift"] < 0
+
+
 @pytest.mark.parametrize("sigma", [0.01, 0.022, 0.04])
 def test_long_and_short_responses_lie_outside_alike_on_both_sides(sigma: float) -> None:
     """c comes from 30 to 8,000 tokens and holds up to 32,000, without a word in the configuration."""

@@ -104,6 +104,8 @@ def test_a_band_that_does_not_fit_is_doubted(sigma: float, clipped: float, topic
     for _ in range(WATCHED - 1):
         assert loss.width_warnings(row, warm=True) == {}
     assert loss.width_warnings(row | {"fspo/sigma_hat": 7.0, "actor/pg_clipfrac": 1.0}, warm=False) == {}
+    # No response has an advantage, as where a teacher alone is learned.
+    assert loss.width_warnings(row | {"actor/pg_clipfrac": math.nan}, warm=True) == {}
     assert loss.width_warnings(loss.metrics(), warm=True) == {}  # a step without off-policy sequences
     doubts = loss.width_warnings(row | {"fspo/sigma_hat": 7.0}, warm=True)  # an outlier moves no median
     assert list(doubts) == [topic] * (topic is not None)

@@ -17,6 +17,7 @@ from megatron_fspo.config import Config
 from megatron_fspo.data.tokenizer import load_tokenizer
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.rollout.client.pool import Pool
+from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.trainer import teacher
 from megatron_fspo.trainer.rollout import Rollout, describe, make_rollout
 from megatron_fspo.types import Completion, Prompt
@@ -73,8 +74,20 @@ async def scored(servers: teacher.TeacherServers) -> tuple[dict[int, Completion]
 
 
 @with_servers(2)
-async def test_every_token_is_scored_in_its_row(pool: Pool, fakes: list[FakeServer]) -> None:
-    responses, done = await scored(await servers_of(fakes))
+async def test_every_token_is_scored_in_its_row(
+    pool: Pool, fakes: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+    ask = Server._ask
+
+    async def noted(self: Server, *words: Any, seconds: float, **more: Any) -> Any:
+        limits.append(seconds)
+        return await ask(self, *words, seconds=seconds, **more)
+
+    servers = await servers_of(fakes)
+    monkeypatch.setattr(Server, "_ask", noted)
+    responses, done = await scored(servers)
+    assert min(limits) >= 1800  # they wait behind those of all ranks
     assert [list(one.reference) for one in responses.values()] == [[-1.0] * 3, [-1.0, 0.0, -1.0, -1.0]]
     assert sum(done) == 2 and all(fake.bodies for fake in fakes)
     asked = [body["token_ids"] for fake in fakes for body in fake.bodies]

@@ -108,6 +108,7 @@ def test_a_run_approaches_its_teacher_in_any_layout(tmp_path: Path, student: Pat
         ("--teacher.checkpoint t --teacher.urls ['http://a']", "exclude each other"),
         ("--teacher.urls ['a:8000']", "must be http://host:port"),
         ("--teacher.urls ['http://a'] --rollout.temperature 0.8", "rollout.temperature = 1"),
+        ("--teacher.urls ['http://a'] --rollout.dynamic-sampling true", "rollout.dynamic_sampling"),
     ],
 )
 def test_keys_that_do_not_fit_a_teacher(keys: str, named: str) -> None:

@@ -44,10 +44,10 @@ DROPPED = [
 def test_rates_by_hand() -> None:
     metrics = clip_metrics([*SHORT, *DROPPED, *LONG], samples=1, seed=1)
     by_hand = {
-        "actor/pg_clipfrac": 2 / 10,
-        "fspo/clip_low": 1 / 10,
-        "fspo/clip_high": 1 / 10,
-        "fspo/dual_clip_frac": 1 / 10,
+        "actor/pg_clipfrac": 2 / 8,
+        "fspo/clip_low": 1 / 8,
+        "fspo/clip_high": 1 / 8,
+        "fspo/dual_clip_frac": 1 / 8,
         "fspo/out_of_band": 4 / 10,
         # In band: 1 of 4 short, 5 of 6 long, 6 of 10 in all.
         "fspo/lre_mean": 0.4 * abs(0.25 / 0.6 - 1) + 0.6 * abs((5 / 6) / 0.6 - 1),
@@ -129,7 +129,7 @@ def test_the_null_floor_is_the_chance_level_of_prompts() -> None:
 
 def test_nobody_has_an_advantage() -> None:
     metrics = clip_metrics([record(4, 0.1, 0.0, out_of_band=True), record(9, 0.1, 0.0)], samples=1, seed=1)
-    assert metrics["fspo/out_of_band"] == 0.5 and metrics["actor/pg_clipfrac"] == 0.0
+    assert metrics["fspo/out_of_band"] == 0.5 and math.isnan(metrics["actor/pg_clipfrac"])
     assert math.isnan(metrics["fspo/lre_signed_mean"])
 
 

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -126,27 +127,30 @@ def test_the_page_shows_the_loss(folder: Path) -> None:
 
 def test_killed_on_two_nodes_and_resumed_on_one_gives_the_same_bits(folder: Path, tmp_path: Path) -> None:
     layout = PARALLEL["data"].split()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     names = ["node-a", "node-b"]
+    launch = [sys.executable, "-m", "megatron_fspo.cli.launch", "--nnodes=2", "--nproc-per-node=1"]
+    launch += [f"--rdzv-endpoint={names[0]}:29500"]
     if (reason := why_not()) is not None:
         pytest.skip(reason)
     with Nodes(names, tmp_path / "hosts") as nodes:
-        where = ["--master-addr=node-a", "--master-port=29500"]
         jobs = [
             nodes.start(
                 name,
-                [*torchrun, *where, f"--node-rank={rank}", *words(folder, "again", *layout)],
+                [*launch, f"--rdzv-conf=is_host={name == names[0]}", *words(folder, "again", *layout)],
                 env=environment_of_a_node(environment()),
             )
-            for rank, name in enumerate(names)
+            for name in names
         ]
-        end = time.monotonic() + 300
-        while not (folder / "again/checkpoints/step_000002").exists():
-            assert time.monotonic() < end and [job.poll() for job in jobs] == [None, None]
-            time.sleep(0.01)
-        for job in jobs:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
+        try:
+            end = time.monotonic() + 300
+            while not (folder / "again/checkpoints/step_000002").exists():
+                assert time.monotonic() < end and [job.poll() for job in jobs] == [None, None]
+                time.sleep(0.01)
+        finally:
+            for job in jobs:
+                with suppress(ProcessLookupError):
+                    os.killpg(job.pid, signal.SIGKILL)
+                job.wait()
     assert not (folder / "again/hf").exists()
     train(folder, "again", *layout, "--resume")
     both = [list(map(numbers, rows(folder, run))) for run in ("again", "data")]

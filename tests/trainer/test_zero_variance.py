@@ -88,6 +88,18 @@ def test_only_steps_in_a_row_count(tmp_path: Path, capsys: pytest.CaptureFixture
         run.learn(FLAT)
 
 
+def test_a_penalty_stops_no_count_and_a_teacher_does(tmp_path: Path) -> None:
+    """A small KL to the first model teaches nothing where rewards do not."""
+    run, config = Run(tmp_path, limit=1), logged(tmp_path)
+    reward, penalty = run.inputs.config.reward, config.loss.model_copy(update={"kl_coef": 0.001})
+    run.inputs.config = config.model_copy(update={"reward": reward, "loss": penalty})
+    with pytest.raises(RewardError, match="1 steps in a row"):
+        run.check(rollout(FLAT))
+    teacher = config.teacher.model_copy(update={"urls": ("http://t",)})
+    run.inputs.config = run.inputs.config.model_copy(update={"teacher": teacher})
+    run.check(rollout(FLAT))
+
+
 def test_the_count_is_of_the_log(tmp_path: Path) -> None:
     """A run that resumes keeps its rows up to there, and so its count."""
     run = Run(tmp_path, limit=3)

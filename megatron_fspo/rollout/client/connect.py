@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -58,18 +59,24 @@ def check_options(options: VLLM, temperatures: Mapping[str, float], *, cuda: boo
         raise InputErrors(problems)
 
 
-async def absent_servers(options: VLLM, needs: Needs) -> list[str]:
-    """Return a line for each server that does not answer within seconds, or does not meet ``needs``."""
-    urls = options.urls if options.discovery is None else announced(options.discovery)
+async def absent_servers(options: VLLM, needs: Needs, *, seconds: float = 0.0) -> list[str]:
+    """Return a line for each server that still does not answer after ``seconds``, or lacks ``needs``."""
+    folder, end = options.discovery, time.monotonic() + seconds
+    key = "vllm.discovery" if folder else "vllm.urls"
     async with http_client() as http:
-        servers = _servers(urls, http)
-        answered = await asyncio.gather(*(server.healthy() for server in servers))
-        there = [server for server, well in zip(servers, answered, strict=True) if well]
+        while True:
+            servers = _servers(announced(folder) if folder else options.urls, http)
+            answered = await asyncio.gather(*(server.healthy() for server in servers))
+            there = [server for server, well in zip(servers, answered, strict=True) if well]
+            # A server that is gone may still be announced.
+            absent = [] if there and folder else [one.url for one in servers if one not in there]
+            if not absent or time.monotonic() >= end:
+                break
+            print(f"waiting for {', '.join(absent[:4])}, {end - time.monotonic():.0f} s at most", flush=True)
+            await asyncio.sleep(5)
         lacking = await _lacking(there, needs)
     return lacking + [
-        f"vllm.urls: no server answers at {server.url}: start one with `megatron-fspo serve`"
-        for server in servers
-        if server not in there
+        f"{key}: no server answers at {url}: start one with `megatron-fspo serve`" for url in absent
     ]
 
 

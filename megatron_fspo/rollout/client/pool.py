@@ -67,14 +67,6 @@ class _Slot:
         self.reason = reason
 
 
-def _next_turn(request: CompletionRequest, trajectory: Trajectory) -> CompletionRequest:
-    return CompletionRequest(
-        prompt=replace(request.prompt, token_ids=trajectory.read),
-        params=replace(request.params, max_tokens=trajectory.turn_limit),
-        seed=turn_seed(request.seed, len(trajectory.turns)),
-    )
-
-
 @dataclass(eq=False)
 class Pool:
     """Distributes requests over servers.
@@ -206,8 +198,13 @@ class Pool:
         near: list[_Slot] = []
         disconnects = 0
         while trajectory.finish_reason is None:
+            next_turn = CompletionRequest(
+                prompt=replace(request.prompt, token_ids=trajectory.read),
+                params=replace(request.params, max_tokens=trajectory.turn_limit),
+                seed=turn_seed(request.seed, len(trajectory.turns)),
+            )
             try:
-                turn = await self._ask(place, _next_turn(request, trajectory), oldest_version, near)
+                turn = await self._ask(place, next_turn, oldest_version, near)
             except ServerLost as error:
                 disconnects += 1
                 if disconnects == MAX_DISCONNECTS:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.rollout.common import api_key
+from megatron_fspo.rollout.common import api_key, is_loopback
 from megatron_fspo.rollout.server import guard
 from megatron_fspo.rollout.server.flags import (
     ServerOptions,
@@ -144,5 +144,7 @@ class ServerProcess:
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             socket.create_server(address[:2], family=family).close()  # with SO_REUSEADDR, as vLLM does
+            if is_loopback(str(address[0])) and not self.options.loopback_only:  # /etc/hosts of Debian
+                raise InputError(f"--host {host} is {address[0]} here, which no other machine reaches")
         except OSError as error:
             raise InputError(f"--host {host} --port {port}: {error.strerror or error}") from None

@@ -1,0 +1,43 @@
+"""Servers that are not there when a run starts."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from fake_server import FakeServer
+
+from megatron_fspo.config import VLLM
+from megatron_fspo.rollout.client.connect import Needs, absent_servers
+
+
+def test_one_that_still_loads_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main() -> tuple[list[str], list[str]]:
+        async with FakeServer() as fake:
+            options = VLLM(urls=(fake.url,))
+            fake.kill()
+            late = asyncio.create_task(absent_servers(options, Needs(), seconds=60.0))
+            await asyncio.sleep(0.5)
+            absent = await absent_servers(options, Needs())
+            await fake.start()
+            return absent, await late
+
+    absent, late = asyncio.run(main())
+    assert late == [] and len(absent) == 1 and absent[0].startswith("vllm.urls: no server answers at ")
+    assert capsys.readouterr().out.startswith("waiting for http://127.0.0.1:")
+
+
+def test_one_of_those_that_are_announced_is_enough(tmp_path: Path) -> None:
+    """The file of a server stays after a power cut."""
+    (tmp_path / "dead.url").write_text("http://127.0.0.1:9")
+    options = VLLM(discovery=tmp_path)
+
+    async def main() -> list[list[str]]:
+        alone = await absent_servers(options, Needs())
+        async with FakeServer() as fake:
+            (tmp_path / "living.url").write_text(fake.url)
+            return [alone, await absent_servers(options, Needs())]
+
+    alone, both = asyncio.run(main())
+    assert [line.partition(":")[0] for line in alone] == ["vllm.discovery"] and both == []
