@@ -127,7 +127,7 @@ The exit status is 0 if the run fits, 1 if it does not (then `plan` lists single
 random Qwen3-0.6B, in {layouts} layouts. The planned peaks are {lowest} to {highest} times the measured ones on the worst rank
 ([results](../benchmarks/results/plan_memory.json)).
 
-`python benchmarks/trace_layouts.py` traces a step of the shipped layouts [without a GPU](without_a_gpu.md). Peak memory of an update
+`python benchmarks/trace_layouts.py` traces a step of these layouts [without a GPU](without_a_gpu.md). Peak memory of an update
 ([results](../benchmarks/results/trace_layouts.json)):
 
 | layout | traced, GiB | planned, GiB | difference |
