@@ -148,8 +148,20 @@ MUTANTS = {
         "if step <= update and len(spreads) > 1", "if len(spreads) > 1", "test_length_band.py",
     ),
     "drift: it follows a policy that runs away": Mutant(
-        "sigma = min(median_low(self._spreads[max(known)]), (loss.c_low + loss.c_high) / 2)",
+        "sigma = min(median_low(self._spreads[max(known)]), most)",
         "sigma = median_low(self._spreads[max(known)])", "test_length_band.py",
+    ),
+    "drift: limited in the unit of c": Mutant(
+        "/ 2 * length ** max(a - 0.5, 0.0)", "/ 2", "test_length_band.py exponent",
+    ),
+    "rewards: a penalty hides that none differ": Mutant(
+        "or inputs.config.teacher.in_use:", "or inputs.config.loss.kl_coef:", "test_zero_variance.py penalty",
+    ),
+    "servers: one that still loads is refused": Mutant(
+        "if not absent or time.monotonic() >= end:", "if True:", "test_absent_servers.py",
+    ),
+    "sft: a response without its end is learned": Mutant(
+        "if runs and not {*runs[-1][0]} & {*stops}:", "if False:", "test_demonstrations.py refused",
     ),
     "drift: the mean of S, which is learning": Mutant(
         "            spread = centred_sigma(log_ratio_sums, lengths)",
