@@ -140,7 +140,6 @@ def test_phases_from_a_cold_start_are_what_the_page_says() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_conversion_takes_the_memory_of_blocks_not_of_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +166,6 @@ def test_the_heads_peak_is_that_of_one_chunk_of_logits() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_short_forms_run_and_keep_nothing() -> None:
     results = {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()}
     assert "evidence_bands.json" in started("evidence.py", "--short")

@@ -211,7 +211,7 @@ class HFReader:
 
     def _read(self, entry: _Entry, slices: Slices | None = None) -> Tensor:
         # Opening reads the header, a millisecond per thousand tensors; what is read stays mapped until then.
-        if self._opened != entry.path or self._mapped > BLOCK_BYTES:
+        if self._opened != entry.path or self._mapped > BLOCK_BYTES // 8:
             self._handle: Any = safe_open(entry.path, framework="pt")
             self._opened, self._mapped = entry.path, 0
         at: Any = ... if slices is None else slices

@@ -113,7 +113,6 @@ def test_a_server_with_adapters_takes_no_whole_model(server: Served, checkpoint:
     assert "loads adapters only" in str(send(server.url, weights(checkpoint).items(), 1))
 
 
-@pytest.mark.long
 def test_a_run(server: Served, checkpoint: Path, tmp_path: Path) -> None:
     """Tensor parallel, with a KL penalty towards the model without adapters."""
     words = f"--model.checkpoint {checkpoint} --rollout.engine vllm --run.steps 3 --lora.rank {RANK}"

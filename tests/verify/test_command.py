@@ -42,10 +42,7 @@ def table_lines(output: str) -> list[list[str]]:
             },
             "tp2.sp.ep2",
         ),
-        pytest.param(
-            {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2}, "ep2.dp2",
-            marks=pytest.mark.long,
-        ),
+        ({"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2}, "ep2.dp2"),
     ],
     ids=["qwen2", "qwen3_moe", "mixtral"],
 )  # fmt: skip
