@@ -26,7 +26,7 @@ from serving import Served, serving
 from test_real_families import pair
 from test_real_runs import words
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.long]
 
 ROUTINGS = {
     "qwen3_moe": Routing(layers=2, experts=4, per_token=2),

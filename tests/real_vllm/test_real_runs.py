@@ -99,6 +99,7 @@ def test_updates_by_disk_on_shared_gpus(checkpoint: Path, disk: Served, tmp_path
     assert not list(folder.iterdir())
 
 
+@pytest.mark.long
 def test_a_server_killed_in_the_middle_comes_back_with_current_weights(
     checkpoint: Path, pair: list[Served], tmp_path: Path
 ) -> None:
@@ -124,6 +125,7 @@ def test_a_server_killed_in_the_middle_comes_back_with_current_weights(
     assert {len(row["length"]) for row in rows(tmp_path, "run", "sequences.jsonl")} == {3 * 32}
 
 
+@pytest.mark.long
 def test_ahead_of_training_no_token_is_older_than_allowed(
     checkpoint: Path, pair: list[Served], tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 from real_server import FAR, FLAGS, TOLERANCE, random_like, send, weights
 from serving import serving, without_repack
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.long]
 
 
 def test_two_workers_in_one_server(checkpoint: Path, tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def test_it_goes_on_without_expert_parallel(folder: Path) -> None:
         assert got[metric] == pytest.approx(want[metric], rel=2e-3, abs=2e-5), metric
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "nproc", "layout"),
     [
