@@ -74,7 +74,7 @@ def encode_row(
     if runs and not runs[-1][1]:
         runs.pop()  # nothing after the last turn is learned
     if runs and not {*runs[-1][0]} & {*stops}:
-        task.row.fail("{% generation %} of the chat template has no stop token: nobody would learn to stop")
+        task.row.fail("no stop token ends the response ({% generation %}?): nobody would learn to stop")
     if len(runs) < 2 or runs[0][1] or not runs[0][0]:
         task.row.fail("the rendered conversation has no prompt before a turn of the assistant")
     (prompt_ids, _), *others = runs

@@ -254,7 +254,7 @@ class FSPOState(LossState):
 
     S has the mean −σ²L/2 (``calibration.expected_drift``), and σ grows with each update on a rollout. So σ̂ is
     the median of the last rollouts at the same optimizer step, or at the last of the first epoch: later, S is
-    of responses that were trained on, whose spread is learning. It counts up to c, usually twice as large:
+    of responses that were trained on, whose spread is learning. Its limit is c·L^(a − ½), twice as large:
     beyond, a centre that follows would let a policy that runs away run further.
     """
 

@@ -72,11 +72,12 @@ class TeacherServers:
         return dict(zip(rollout.held, self._loop.run(every()), strict=True))
 
     async def _ask(self, servers: Sequence[Server], number: int, ask: Callable[[Server], Awaitable[T]]) -> T:
-        too_late = time.monotonic() + self._limit
+        too_late = float("inf")  # a request may wait long before its server is lost
         while True:
             try:
                 return await ask(servers[number % len(servers)])
             except ServerLost as error:
+                too_late = min(too_late, time.monotonic() + self._limit)
                 if time.monotonic() > too_late:
                     raise TrainingError(
                         f"teacher.urls: {error}; no answer for {self._limit:g} s (vllm.recovery_seconds)"

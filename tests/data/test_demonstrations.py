@@ -149,7 +149,7 @@ def test_prompts_and_completions_without_a_template(
         (talk("a", "(x)b", "c", "d"), THINKING, "message 2, of the assistant, is not between its prompt"),
         (talk("a", "b"), "{% generation %}{% endgeneration %}c", "no prompt before a turn"),
         (talk("a", "b" * 600), TURNS, "rollout.max_response_tokens is 500"),
-        (talk("a", "b"), MARKED.replace("}}~{% endg", "}}{% endg"), "has no stop token"),
+        (talk("a", "b"), MARKED.replace("}}~{% endg", "}}{% endg"), "no stop token ends the response"),
         ({"prompt": [SYSTEM, {"role": "user", "content": "a"}], "completion": "b"}, None, "chat_template"),
         ({"prompt": "a", "completion": [CALLING | {"content": "b"}]}, None, "chat_template"),
     ],

@@ -17,7 +17,7 @@ from megatron_fspo.config import Config
 from megatron_fspo.data.tokenizer import load_tokenizer
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.rollout.client.pool import Pool
-from megatron_fspo.rollout.client.server import Server
+from megatron_fspo.rollout.client.server import Server, ServerLost
 from megatron_fspo.trainer import teacher
 from megatron_fspo.trainer.rollout import Rollout, describe, make_rollout
 from megatron_fspo.types import Completion, Prompt
@@ -101,6 +101,25 @@ async def test_another_server_stands_in(
     monkeypatch.setattr(teacher, "_RETRY_SECONDS", 0.01)
     servers = await servers_of(fakes)
     fakes[1].kill()
+    responses, _ = await scored(servers)
+    assert all(len(one.reference) == len(one.token_ids) for one in responses.values())
+
+
+@with_servers(2)
+async def test_a_server_lost_after_a_long_wait_is_stood_in_for(
+    pool: Pool, fakes: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit counts from the loss, not from the request."""
+    monkeypatch.setattr(teacher, "_RETRY_SECONDS", 0.01)
+    servers, score, lost = await servers_of(fakes, seconds=0.1), Server.score, [True]
+
+    async def late(self: Server, *words: Any, **more: Any) -> list[float]:
+        if lost and lost.pop():
+            await asyncio.sleep(0.3)
+            raise ServerLost("gone")
+        return await score(self, *words, **more)
+
+    monkeypatch.setattr(Server, "score", late)
     responses, _ = await scored(servers)
     assert all(len(one.reference) == len(one.token_ids) for one in responses.values())
 
