@@ -67,6 +67,14 @@ class Config(Section):
         return {entry.title: entry.samples or self.evaluation.samples for entry in self.data.validation_sets}
 
     @property
+    def longest_sequence(self) -> tuple[int, str]:
+        """Maximum tokens of a sequence, and the keys that say so."""
+        longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        if (row := self.environment.context_tokens) is not None and row < longest:
+            return row, "environment.context_tokens"
+        return longest, "data.max_prompt_tokens + rollout.max_response_tokens"
+
+    @property
     def optimizer_steps(self) -> int:
         return self.run.steps * self.batch.mini_batches * self.batch.epochs
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megatron_fspo.data.demonstrations import encode_row, read_row
 from megatron_fspo.data.prompts import Seen
 from megatron_fspo.data.rows import read_rows
-from megatron_fspo.data.tasks import Source, Task, check_source, conversation, gradable
+from megatron_fspo.data.tasks import Source, check_source, conversation, gradable
 from megatron_fspo.errors import InputError
 
 if TYPE_CHECKING:
@@ -81,16 +81,17 @@ def examine(
             task = read_row(row, source)
             novelty = seen.add(task)
             if novelty == "conflict":
-                answer, location = seen.first(task)
-                checked.conflicts.append(
-                    f"{row.location}: {task.answer[:40]!r}, but {answer[:40]!r} at {location}"
-                )
+                first, at = seen.first(task)
+                checked.conflicts.append(f"{row.location}: {task.answer[:40]!r}, but {first[:40]!r} at {at}")
             if novelty == "duplicate":
                 checked.duplicates += 1
                 if source.duplicates == "drop":
                     continue
             if tokenizer is None:
-                text = _shown(task, source)
+                messages = conversation(task, source)
+                text = str(messages[0]["content"])
+                if source.chat_template:  # roles replace it
+                    text = "\n".join(f"<{message['role']}> {message['content']}" for message in messages)
                 length = len(text)
             else:
                 text, ids, response = encode_row(task, source, tokenizer, stops)
@@ -118,11 +119,3 @@ def examine(
     if not checked.rows:
         raise InputError(f"{source.file}: holds no prompts")
     return checked
-
-
-def _shown(task: Task, source: Source) -> str:
-    """Return the prompt without a tokenizer. Messages with their roles replace the chat template."""
-    messages = conversation(task, source)
-    if source.chat_template:
-        return "\n".join(f"<{message['role']}> {message['content']}" for message in messages)
-    return str(messages[0]["content"])

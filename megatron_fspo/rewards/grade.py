@@ -66,7 +66,10 @@ class GradeRequest:
     def raised(self, error: BaseException) -> Failure:
         """Return the failure for an exception of the reward."""
         described = one_line(f"{type(error).__name__}: {error}").removesuffix(":")
-        return self.failure(f"raised {described}{_find_line(error)}", error)
+        frames = traceback.extract_tb(error.__traceback__)
+        theirs = frames and Path(frames[-1].filename).parent != Path(__file__).parent  # else our call raised
+        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if theirs else ""
+        return self.failure(f"raised {described}{where}", error)
 
     def number(self, value: object) -> float | Failure:
         """Convert a reward's return value (number, bool, array or tensor of one number) to a float."""
@@ -167,10 +170,3 @@ def outcome(grade: GradeOrFailure | Future[GradeOrFailure], request: GradeReques
         return grade.result() if isinstance(grade, Future) else grade
     except (Exception, SystemExit, CancelledError) as error:  # would be lost otherwise
         return request.raised(error)
-
-
-def _find_line(error: BaseException) -> str:
-    """Return " (file:line)" of the reward's code that raised; "" if our call of it raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = frames and Path(frames[-1].filename).parent != Path(__file__).parent
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if theirs else ""

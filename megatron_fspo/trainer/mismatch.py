@@ -175,12 +175,13 @@ class MismatchAlarm:
     def add(self, batch: MicroBatch, delta: Tensor) -> None:
         """Add a micro-batch with its Δ [t] from :func:`token_deltas`; non-finite values are ignored."""
         floor = math.log(self.top_p if self.top_p < 1 else _LEAST_KEPT)
-        used = self._chosen(batch) & delta.isfinite()
+        fresh = self.fresh[batch.sample_index]
+        first = torch.cat([fresh, fresh.new_zeros(1)]).index_select(0, batch.segment)
+        used = batch.loss_mask & (batch.position_ids[0] >= first) & delta.isfinite()
         beyond = used & ((delta > self.limit) | (delta < floor - self.limit))
         size = torch.where(used, delta, 0.0).abs()
-        self._added.append(
-            torch.stack([size.sum(), *(x.sum().double() for x in (beyond, used)), size.amax()])
-        )
+        sums = [size.sum(), *(x.sum().double() for x in (beyond, used)), size.amax()]
+        self._added.append(torch.stack(sums))
 
     def check(self) -> tuple[dict[str, float], str | None]:
         """Check the rollout. Collective.
@@ -189,7 +190,11 @@ class MismatchAlarm:
         1, a warning with likely causes, else None.
         """
         added = torch.stack(self._added)
-        total, beyond, count = self._summed(added[:, :3].sum(0))
+        totals, groups = added[:, :3].sum(0), self.groups
+        if groups.dp_cp.size() > 1:
+            dist.all_reduce(totals, group=groups.dp_cp)
+        # The first rank's sums, as they decide control flow.
+        total, beyond, count = broadcast_first(totals, groups.dp_cp, groups.tp, groups.pp).tolist()
         if not count:
             return {"rollout/mismatch_alarm": math.nan}, None
         if total / count <= self.limit:
@@ -210,20 +215,6 @@ class MismatchAlarm:
             f"rollout.mismatch_limit is {self.limit:g}. Likely cause: {cause}"
         )
         return {"rollout/mismatch_alarm": 1.0}, text
-
-    def _chosen(self, batch: MicroBatch) -> Tensor:
-        """Return bool [t]: True for response tokens from the current weights."""
-        first = self.fresh[batch.sample_index]
-        first = torch.cat([first, first.new_zeros(1)]).index_select(0, batch.segment)
-        return batch.loss_mask & (batch.position_ids[0] >= first)
-
-    def _summed(self, totals: Tensor) -> list[float]:
-        """Return the first rank's sums over all ranks' tokens, as they decide control flow. Collective."""
-        groups = self.groups
-        if groups.dp_cp.size() > 1:
-            dist.all_reduce(totals, group=groups.dp_cp)
-        numbers: list[float] = broadcast_first(totals, groups.dp_cp, groups.tp, groups.pp).tolist()
-        return numbers
 
 
 def make_alarm(

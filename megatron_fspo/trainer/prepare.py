@@ -166,11 +166,7 @@ def _disagreements(config: Config, world_size: int, arch: Architecture | None) -
             f"rollout.prompts = {config.rollout.prompts} is less than the {data} data-parallel ranks: some "
             "ranks would have no prompts"
         )
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    keys = "data.max_prompt_tokens + rollout.max_response_tokens"
-    row = config.environment.context_tokens
-    if row is not None and row < longest:
-        longest, keys = row, "environment.context_tokens"
+    longest, keys = config.longest_sequence
     if arch is not None and longest > arch.max_position_embeddings:
         yield (
             f"{keys} = {longest}, but the model's max_position_embeddings is {arch.max_position_embeddings}"
@@ -282,7 +278,8 @@ def loss_notes(config: Config) -> list[str]:
 
 def make_needs(config: Config) -> Needs:
     """Return the features that a run needs its servers to have."""
-    return Needs(routes=config.moe.replay == "rollout", lora_rank=config.lora.rank)
+    routes, (length, _) = config.moe.replay == "rollout", config.longest_sequence
+    return Needs(length=length, routes=routes, lora_rank=config.lora.rank)
 
 
 def machine(backend: Backend) -> dict[str, Any]:

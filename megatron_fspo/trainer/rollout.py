@@ -99,9 +99,8 @@ class Rollout:
     @property
     def prompt_lengths(self) -> Tensor:
         """int64 [n]: number of prompt tokens."""
-        return torch.tensor([len(prompt.token_ids) for prompt in self.prompts]).repeat_interleave(
-            self.samples
-        )
+        lengths = torch.tensor([len(prompt.token_ids) for prompt in self.prompts])
+        return lengths.repeat_interleave(self.samples)
 
     @property
     def has_variance(self) -> Tensor:

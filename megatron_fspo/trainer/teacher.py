@@ -48,6 +48,11 @@ class TeacherServers:
             text = self._loop.run(self._ask([server], 0, decode))
             if text.split() != str(tokenizer.decode(ids)).split():
                 raise InputError(f"teacher.urls: {server.url} has another vocabulary than model.checkpoint")
+            limit = self._loop.run(self._ask([server], 0, Server.longest))
+            longest, keys = config.longest_sequence
+            if limit <= longest:  # it samples one more token
+                wrong = f"{server.url} scores {limit - 1:.0f} tokens at most, but {keys} = {longest}"
+                raise InputError(f"teacher.urls: {wrong}")
 
     def score(self, rollout: Rollout, progress: Progress) -> dict[int, Completion]:
         """Return this rank's responses with the teacher's log-probs. Raises ``TrainingError`` if no server

@@ -146,7 +146,8 @@ def check_training(checkpoint: Path) -> None:
         found.append([p.main_grad.clone() for chunk in policy.chunks for p in chunk.parameters()])
         stop()
     for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        # Sums in fp32, whose order differs by machine: an element is as exact as the largest one.
+        assert (one - other).abs().max() <= 1e-6 + 1e-5 * one.abs().max()
 
 
 def check_tried() -> None:

@@ -167,6 +167,7 @@ def test_a_refusal_has_the_servers_words(url: str) -> None:
     async def ask() -> None:
         async with http_client() as http:
             server = Server(url, http, api_key=api_key())
+            assert await server.longest() == 128
             with pytest.raises(Refused, match=r"refused with 400: .*128"):
                 await server.generate([5] * 130, SamplingParams(max_tokens=4), seed=0, timeout=30)
             assert await server.healthy()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_server import FakeServer
 
-from megatron_fspo.config import VLLM
+from megatron_fspo.config import VLLM, Config
 from megatron_fspo.rollout.client.connect import Needs, absent_servers
+from megatron_fspo.trainer.prepare import make_needs
 
 
 def test_one_that_still_loads_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,3 +43,23 @@ def test_one_of_those_that_are_announced_is_enough(tmp_path: Path) -> None:
 
     alone, both = asyncio.run(main())
     assert [line.partition(":")[0] for line in alone] == ["vllm.discovery"] and both == []
+
+
+@pytest.mark.parametrize(("said", "lines"), [(1032, 0), (1031, 1), (None, 0), ("1", 0)])
+def test_one_that_takes_shorter_sequences_is_refused(said: object, lines: int) -> None:
+    async def main() -> list[str]:
+        async with FakeServer() as fake:
+            fake.answers["/v1/models"] = {"data": [{"max_model_len": said}, {}]}
+            return await absent_servers(VLLM(urls=(fake.url,)), make_needs(config))
+
+    given: dict[str, Any] = {
+        "run": {"steps": 1},
+        "model": {"checkpoint": "c"},
+        "data": {"train": "t"},
+        "reward": {"name": "make_sum"},
+        "rollout": {"prompts": 4, "max_response_tokens": 8},
+        "loss": {"name": "fspo"},
+    }
+    config = Config.model_validate(given)  # 1,024 tokens of a prompt, by default
+    got = asyncio.run(main())
+    assert len(got) == lines and all("--max-model-len 1032" in line for line in got)

@@ -50,6 +50,7 @@ async def servers_of(fakes: list[FakeServer], *texts: str, seconds: float = 600.
     """Their client; ``texts`` are what they decode the whole vocabulary to, the policy's by default."""
     for fake, text in zip_longest(fakes, texts):
         fake.answers["/detokenize"] = {"prompt": text or VOCABULARY}
+        fake.answers["/v1/models"] = {"data": [{"max_model_len": 1033}, {"max_model_len": None}]}
     return await client_of(fakes, seconds)
 
 
@@ -146,6 +147,11 @@ async def test_every_server_decodes_as_the_policy(
     await servers_of(fakes, f" {VOCABULARY}")  # versions differ in spaces
     with pytest.raises(InputError, match=f"{fakes[1].url} has another vocabulary"):
         await servers_of(fakes, VOCABULARY, VOCABULARY[::-1])
+    for fake, length in zip(fakes, (1033, 1032), strict=True):  # a prompt of 1,024, 8 tokens, and one more
+        fake.answers["/detokenize"] = {"prompt": VOCABULARY}
+        fake.answers["/v1/models"] = {"data": [{"max_model_len": length}]}
+    with pytest.raises(InputError, match=f"{fakes[1].url} scores 1031 tokens at most.*_prompt_tokens.*1032"):
+        await client_of(fakes)
     fakes[1].kill()
     with pytest.raises(TrainingError, match=f"{fakes[1].url}.*no answer for 0.1 s"):
         await servers_of(fakes, seconds=0.1)  # nobody stands in for a server that is not checked

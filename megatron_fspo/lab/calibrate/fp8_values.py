@@ -32,16 +32,15 @@ def quantize(
         weight: whether it is the factor that is a weight.
         dtype: E4M3 or E5M2.
     """
-    # Rows and columns that share a scale; None for the whole tensor.
-    block = {"tensorwise": None, "blockwise": (128 if weight else 1, 128), "mxfp8": (1, 32)}[recipe]
+    # Rows and columns that share a scale.
+    m, k = values.shape
+    rows, columns = {"tensorwise": (m, k), "blockwise": (128 if weight else 1, 128), "mxfp8": (1, 32)}[recipe]
     wide = values.float()
+    filled = F.pad(wide, (0, -k % columns, 0, -m % rows))
+    blocks = filled.view(filled.shape[0] // rows, rows, filled.shape[1] // columns, columns)
     largest = torch.finfo(dtype).max
-    amax = wide.abs().amax() if block is None else _by_block(wide, block).abs().amax((1, 3))
-    scale = _scale(amax, largest, recipe, most=torch.finfo(values.dtype).max)
-    if block is not None:
-        rows, columns = block
-        scale = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-        scale = scale[: values.shape[0], : values.shape[1]]
+    scale = _scale(blocks.abs().amax((1, 3)), largest, recipe, most=torch.finfo(values.dtype).max)
+    scale = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:m, :k]
     return (wide * scale).clamp(-largest, largest).to(dtype), 1.0 / scale
 
 
@@ -49,14 +48,6 @@ def through_fp8(values: Tensor, recipe: str, *, weight: bool = False, dtype: tor
     """Return values [..., k] as the product sees them, in their own dtype."""
     quantized, inverse = quantize(values.reshape(-1, values.shape[-1]), recipe, weight=weight, dtype=dtype)
     return (quantized.float() * inverse).view(values.shape).to(values.dtype)
-
-
-def _by_block(values: Tensor, block: tuple[int, int]) -> Tensor:
-    """Return [m, k] → [m / rows, rows, k / columns, columns], filled up with zeros."""
-    rows, columns = block
-    m, k = values.shape
-    filled = F.pad(values, (0, -k % columns, 0, -m % rows))
-    return filled.view(filled.shape[0] // rows, rows, filled.shape[1] // columns, columns)
 
 
 def _scale(amax: Tensor, largest: float, recipe: str, *, most: float) -> Tensor:

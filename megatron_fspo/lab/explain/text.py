@@ -75,7 +75,9 @@ def losses_table(losses: Sequence[LossFigures]) -> Table:
     return by_column(
         {
             "loss": [loss.name for loss in losses],
-            "limits": [format_limits(loss.limits) for loss in losses],
+            "limits": [
+                ", ".join(f"{key} = {value:.3g}" for key, value in loss.limits.items()) for loss in losses
+            ],
             "outside": [percent(loss.out_of_band) for loss in losses],
             "by noise": [percent(loss.noise) for loss in losses],
             "clipped": [percent(loss.clipped) for loss in losses],
@@ -187,11 +189,6 @@ def _verdict(losses: Sequence[LossFigures], rate: float) -> str:
     first = f"{even[0].name} clips" if apart else "No loss clips clearly"
     verdict = f"{first} more evenly over length than {' and '.join(apart) or 'another'}"
     return f"{verdict}, with {rate:.1%} outside for each. LRE (0: even): {listed}."
-
-
-def format_limits(limits: dict[str, float]) -> str:
-    """Return ``c_low = 0.03, c_high = 0.03``."""
-    return ", ".join(f"{name} = {value:.3g}" for name, value in limits.items())
 
 
 def _growth(grown: Exponent | str) -> str:

@@ -136,7 +136,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return answer[0]
         host = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
         if host and func in (aten.copy_.default, aten._to_copy.default):
-            self._from_host(host[0], kwargs.get("non_blocking", False) or (len(args) > 2 and args[2]))
+            non_blocking = kwargs.get("non_blocking", False) or (len(args) > 2 and args[2])
+            with _disable_current_modes():
+                asynchronous = non_blocking and host[0].is_pinned()
+            if not asynchronous:
+                self.sync("pageable copy")
         elif any(tensor.dim() for tensor in host) and func is not aten.set_.source_Tensor:
             self._mixed(func)
         if (answer := self._sized_by_data(func, args, kwargs)) is not None:
@@ -232,12 +236,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             begun = self._unfinished.get(tensor.untyped_storage()._cdata)
             if begun is not None:
                 self.trace.early.append(f"{here()}: before the copy of {begun} was waited for")
-
-    def _from_host(self, source: Tensor, non_blocking: bool) -> None:
-        with _disable_current_modes():
-            asynchronous = non_blocking and source.is_pinned()
-        if not asynchronous:
-            self.sync("pageable copy")
 
     def _mixed(self, func: Any) -> None:
         if func in _INDEXED:  # torch brings the indices to the device

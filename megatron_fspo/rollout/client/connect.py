@@ -27,6 +27,8 @@ from megatron_fspo.rollout.links import listen
 class Needs:
     """Features that every server must have been started with."""
 
+    length: int = 0
+    """Take sequences of so many tokens."""
     routes: bool = False
     """Return the experts of each token."""
     lora_rank: int = 0
@@ -82,11 +84,13 @@ async def absent_servers(options: VLLM, needs: Needs, *, seconds: float = 0.0) -
 
 async def _lacking(servers: Sequence[Server], needs: Needs) -> list[str]:
     """Return a line for each need that a server does not meet."""
-    if needs == Needs():
-        return []
-    answers: list[Any] = await asyncio.gather(*(server.get(_INFO) for server in servers))
     lines = []
-    for server, answer in zip(servers, answers, strict=True):
+    for server in servers if needs.length else ():
+        if (limit := await server.longest()) < needs.length:
+            lines.append(f"{server.url} takes {limit} tokens: use `serve -- --max-model-len {needs.length}`")
+    asked = servers if needs.routes or needs.lora_rank else []
+    answers: list[Any] = await asyncio.gather(*(server.get(_INFO) for server in asked))
+    for server, answer in zip(asked, answers, strict=True):
         routes = _told(answer, "vllm_config", "aux_output_config", "enable_return_routed_experts")
         rank = _told(answer, "vllm_config", "lora_config", "max_lora_rank")
         if needs.routes and routes is not True:

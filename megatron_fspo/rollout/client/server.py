@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -111,6 +112,13 @@ class Server:
         except (ServerLost, Refused, BadAnswer) as error:
             self.problem = str(error)
         return not self.problem
+
+    async def longest(self) -> float:
+        """Return the maximum tokens of a sequence; infinite if the server does not say."""
+        answer: Any = await self.get("v1/models")
+        models = answer.get("data") if isinstance(answer, dict) else None
+        lengths = [model.get("max_model_len") for model in models or () if isinstance(model, dict)]
+        return min((length for length in lengths if isinstance(length, int)), default=math.inf)
 
     async def generate(
         self,
