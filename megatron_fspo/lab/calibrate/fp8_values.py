@@ -40,7 +40,8 @@ def quantize(
     blocks = filled.view(filled.shape[0] // rows, rows, filled.shape[1] // columns, columns)
     largest = torch.finfo(dtype).max
     scale = _scale(blocks.abs().amax((1, 3)), largest, recipe, most=torch.finfo(values.dtype).max)
-    scale = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:m, :k]
+    if recipe != "tensorwise":
+        scale = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:m, :k]
     return (wide * scale).clamp(-largest, largest).to(dtype), 1.0 / scale
 
 
