@@ -15,7 +15,7 @@ from megatron_fspo.cli.console import import_megatron
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config, make_config
 from megatron_fspo.errors import InputError
-from megatron_fspo.job.checkpoints import check_writable
+from megatron_fspo.job.resume import check_writable
 
 KEYS = {
     "model": "model.checkpoint",

@@ -119,7 +119,7 @@ def calibrate(args: argparse.Namespace, overrides: list[str]) -> int:
     config = load_config(args.config, overrides)
     import_megatron()
 
-    from megatron_fspo.job.checkpoints import check_writable
+    from megatron_fspo.job.resume import check_writable
     from megatron_fspo.lab.calibrate.command import check, report, run
     from megatron_fspo.mcore.machine.startup import job
 

@@ -79,8 +79,8 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
         say(f"checking {config.model.checkpoint} and the data", error=False)
     import_megatron()
 
-    from megatron_fspo.job.checkpoints import check_writable, checkpoints_to_resume
     from megatron_fspo.job.hang import record_collectives
+    from megatron_fspo.job.resume import check_writable, checkpoints_to_resume
     from megatron_fspo.mcore.machine.startup import job
     from megatron_fspo.trainer.prepare import prepare
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_fspo.config import Config
-from megatron_fspo.job.checkpoints import Resume, checkpoint_folder, checkpoints_to_resume
 from megatron_fspo.job.consistency import prove_folder_is_shared, prove_same
 from megatron_fspo.job.hang import make_folder
 from megatron_fspo.job.lock import REFRESH_SECONDS, FolderLock, FolderThread
 from megatron_fspo.job.rank_status import ENDED, FAILED, Activity, status_writer
+from megatron_fspo.job.resume import Resume, checkpoint_folder, checkpoints_to_resume
 from megatron_fspo.parallel.control import Control
 
 
@@ -66,7 +66,7 @@ def hold_run_folder(
 
     Raises:
         InputError: ranks differ, or do not share the folder; another job holds it; or as
-            :func:`~megatron_fspo.job.checkpoints.checkpoints_to_resume`.
+            :func:`~megatron_fspo.job.resume.checkpoints_to_resume`.
     """
     prove_same(config, also, resume=resume)
     path, lock = config.run_folder, None

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.job.checkpoints import checkpoints
 from megatron_fspo.job.lock import LOCK, STALE_SECONDS, Owner, now_there, read_owner, refreshed
 from megatron_fspo.job.rank_status import ENDED, FAILED, RANKS, RankStatus, named_ranks, read_status
+from megatron_fspo.job.resume import checkpoints
 from megatron_fspo.record.rows import METRICS, describe, rows_from_end
 
 SILENT_SECONDS = 60.0

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import RewardError
-from megatron_fspo.job.checkpoints import newest_checkpoint
+from megatron_fspo.job.resume import newest_checkpoint
 from megatron_fspo.objective import group_normalized_advantages, leave_one_out_advantages
 from megatron_fspo.parallel.groups import ParallelGroups, agreed, broadcast_first, means
 from megatron_fspo.record.log import RunLog

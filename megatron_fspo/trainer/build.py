@@ -17,7 +17,7 @@ from megatron_fspo.config import Config
 from megatron_fspo.config.loading import config_changes, save_config
 from megatron_fspo.data.cursor import PromptCursor, digest_prompts, mixture
 from megatron_fspo.errors import InputError
-from megatron_fspo.job.checkpoints import put_aside
+from megatron_fspo.job.resume import put_aside
 from megatron_fspo.mcore.machine.startup import connect_groups, start
 from megatron_fspo.mcore.model.lora import share_lost_by_merging
 from megatron_fspo.mcore.model.policy import Model, Policy

@@ -12,7 +12,7 @@ import time
 from contextlib import nullcontext
 
 from megatron_fspo.errors import RewardError, StopRequested
-from megatron_fspo.job.checkpoints import Resume
+from megatron_fspo.job.resume import Resume
 from megatron_fspo.job.run_folder import hold_run_folder
 from megatron_fspo.mcore.machine.startup import join
 from megatron_fspo.trainer.advantages import check_variance, graded_responses, reward_metrics

@@ -25,8 +25,8 @@ from megatron_fspo.data.tokenizer import check_vocabulary, load_tokenizer, stop_
 from megatron_fspo.environments.agent import AgentEnvironment
 from megatron_fspo.environments.text import TextEnvironment
 from megatron_fspo.errors import Attempts, InputError
-from megatron_fspo.job.checkpoints import Resume, check_writable, checkpoints_to_resume
 from megatron_fspo.job.consistency import versions
+from megatron_fspo.job.resume import Resume, check_writable, checkpoints_to_resume
 from megatron_fspo.mcore.machine.backend import Backend, check_dtype, check_head, choose_backend
 from megatron_fspo.mcore.machine.sizes import check_parallel, check_world, make_adapters, shares_prompts
 from megatron_fspo.mcore.passes.fp8 import check_fp8

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import Diverged, RewardError, StopRequested, TrainingError
-from megatron_fspo.job.checkpoints import checkpoint_folder, checkpoints, remove_old_checkpoints
+from megatron_fspo.job.resume import checkpoint_folder, checkpoints, remove_old_checkpoints
 from megatron_fspo.job.run_folder import RunFolder
 from megatron_fspo.losses import LossState
 from megatron_fspo.mcore.model.policy import Model, Policy

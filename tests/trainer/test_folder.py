@@ -12,7 +12,8 @@ from configs import make_config
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import ON_RESUME, config_changes, load_config, save_config
 from megatron_fspo.errors import InputError
-from megatron_fspo.job.checkpoints import (
+from megatron_fspo.job.lock import FolderLock
+from megatron_fspo.job.resume import (
     Resume,
     check_writable,
     checkpoint_folder,
@@ -22,7 +23,6 @@ from megatron_fspo.job.checkpoints import (
     put_aside,
     remove_old_checkpoints,
 )
-from megatron_fspo.job.lock import FolderLock
 
 
 def make_checkpoints(config: Config, *names: str) -> Path:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run; its folder has ``config.toml``, ``checkpoints/``, ``hf/``, ``report/`` and logs."""
+"""The checkpoints in a run folder, and which one to resume; beside them are ``hf/``, ``report/`` and logs."""
 
 from __future__ import annotations
 
