@@ -36,6 +36,7 @@ def serve(old: str, new: str, prompt: list[int]) -> list[Any]:
         enforce_eager=True,
         enable_chunked_prefill=False,
         enable_prefix_caching=False,
+        attention_backend="CPU_MLA",  # of latent attention; the one that a CPU with AMX takes has no float32
         max_model_len=128,
         max_num_seqs=4,
         logprobs_mode="processed_logprobs",
