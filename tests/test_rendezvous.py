@@ -40,8 +40,14 @@ def parameters(endpoint: str, nodes: int = 1, **more: str) -> RendezvousParamete
     return RendezvousParameters(BACKEND, endpoint, "job", nodes, nodes, **more)
 
 
-def test_states_of_nodes_are_read_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+@pytest.fixture(autouse=True)
+def no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``meet`` sets ends with the test: later ones would start nodes with it."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "to be restored to none")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+
+
+def test_states_of_nodes_are_read_and_nothing_else(tmp_path: Path) -> None:
     handler = meet(parameters("127.0.0.1:0"))
     info = handler.next_rendezvous()  # it reads the state that it has written
     assert (info.rank, info.world_size, info.bootstrap_store_info.master_addr) == (0, 1, "127.0.0.1")

@@ -116,7 +116,7 @@ class Nodes:
 
 def environment_of_a_node(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment that a process on a node starts with: without a launcher's and a proxy's variables."""
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
     return {
         key: value
         for key, value in environment.items()
