@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_server import FakeServer
 
-from megatron_fspo.config import VLLM, Config
+from launch import REPO
+from megatron_fspo.config import VLLM
+from megatron_fspo.config.loading import load_config
 from megatron_fspo.rollout.client.connect import Needs, absent_servers
 from megatron_fspo.trainer.prepare import make_needs
 
@@ -45,21 +46,25 @@ def test_one_of_those_that_are_announced_is_enough(tmp_path: Path) -> None:
     assert [line.partition(":")[0] for line in alone] == ["vllm.discovery"] and both == []
 
 
-@pytest.mark.parametrize(("said", "lines"), [(1032, 0), (1031, 1), (None, 0), ("1", 0)])
+@pytest.mark.parametrize(
+    ("said", "lines"),
+    [([{"max_model_len": length}, {}], lines) for length, lines in ((104, 0), (103, 1), (None, 0), ("1", 0))]
+    + [(5, 0), ([5], 0), (None, 0)],
+)
 def test_one_that_takes_shorter_sequences_is_refused(said: object, lines: int) -> None:
     async def main() -> list[str]:
         async with FakeServer() as fake:
-            fake.answers["/v1/models"] = {"data": [{"max_model_len": said}, {}]}
+            fake.answers["/v1/models"] = {"data": said}
             return await absent_servers(VLLM(urls=(fake.url,)), make_needs(config))
 
-    given: dict[str, Any] = {
-        "run": {"steps": 1},
-        "model": {"checkpoint": "c"},
-        "data": {"train": "t"},
-        "reward": {"name": "make_sum"},
-        "rollout": {"prompts": 4, "max_response_tokens": 8},
-        "loss": {"name": "fspo"},
-    }
-    config = Config.model_validate(given)  # 1,024 tokens of a prompt, by default
+    # A prompt of 4 tokens, and 100 of a response.
+    config = load_config(REPO / "examples/make_sum/run_vllm.toml", [])
     got = asyncio.run(main())
-    assert len(got) == lines and all("--max-model-len 1032" in line for line in got)
+    assert len(got) == lines and all("--max-model-len 104" in line for line in got)
+
+
+@pytest.mark.parametrize(("context", "length"), [(60, 60), (500, 104)])
+def test_a_shorter_context_is_all_that_a_server_must_take(context: int, length: int) -> None:
+    files = [REPO / "examples/make_sum" / name for name in ("run_vllm.toml", "tools.toml")]
+    config = load_config(files, [f"--environment.context-tokens={context}"])
+    assert make_needs(config).length == length

@@ -116,9 +116,9 @@ class Server:
     async def longest(self) -> float:
         """Return the maximum tokens of a sequence; infinite if the server does not say."""
         answer: Any = await self.get("v1/models")
-        models = answer.get("data") if isinstance(answer, dict) else None
-        lengths = [model.get("max_model_len") for model in models or () if isinstance(model, dict)]
-        return min((length for length in lengths if isinstance(length, int)), default=math.inf)
+        with suppress(AttributeError, KeyError, TypeError, ValueError):
+            return min(n for model in answer["data"] if isinstance(n := model.get("max_model_len"), int))
+        return math.inf
 
     async def generate(
         self,
